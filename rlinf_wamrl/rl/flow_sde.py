@@ -108,12 +108,16 @@ def inference_grid(
         shift: overrides the scheduler's own sigma shift; None keeps it.
         device: where the grid lives.
     """
-    if num_steps < 1:
-        raise ValueError(f"the number of denoising steps must be at least 1, got {num_steps}")
+    _check_num_steps(num_steps)
     timesteps, deltas = model.infer_action_scheduler.build_inference_schedule(
         num_steps, device, torch.float32, shift
     )
     return FlowGrid(timesteps=timesteps, sigma=timesteps / 1000.0, delta=-deltas)
+
+
+def _check_num_steps(num_steps: int) -> None:
+    if num_steps < 1:
+        raise ValueError(f"the number of denoising steps must be at least 1, got {num_steps}")
 
 
 def stochastic_candidates(
@@ -128,6 +132,7 @@ def stochastic_candidates(
         ignore_last: leave out step K−1, whose noise stays on the executed action; None means
             "when K > 1". Not applied to an explicit list.
     """
+    _check_num_steps(num_steps)
     if isinstance(stochastic_steps, str):
         if stochastic_steps not in ("one_random", "all"):
             raise ValueError(
