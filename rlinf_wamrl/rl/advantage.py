@@ -1,0 +1,210 @@
+"""Returns, group-relative advantages and task weights (the method's section on advantages).
+
+A group holds the episodes of one task and one initial state. Its mean return is the baseline, as in
+GRPO (arXiv 2402.03300); a group in which every episode ended the same way teaches nothing about the
+task and is *degenerate*.
+
+Shapes: T macro-steps, B episodes (groups are consecutive), G = B / group_size groups.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+__all__ = [
+    "GroupAdvantages",
+    "all_groups_degenerate_message",
+    "episode_returns",
+    "group_advantages",
+    "step_advantages",
+    "task_sampling_weights",
+    "update_success_average",
+]
+
+DEGENERATE_MODES = ("drop", "rec_only", "keep")
+
+
+@dataclass(frozen=True, kw_only=True)
+class GroupAdvantages:
+    """Advantages of a batch of episodes, one group after the other."""
+
+    advantage: Tensor  # [B] float32; 0 in dropped groups
+    is_degenerate: Tensor  # [G] bool, all episodes succeeded or all failed
+    is_used: Tensor  # [B] bool, False where the group was dropped
+    group_mean: Tensor  # [G] mean return
+    group_std: Tensor  # [G] population standard deviation of the return
+
+
+def episode_returns(
+    task_reward: Tensor,
+    reconstruction_reward: Tensor | None = None,
+    reconstruction_mask: Tensor | None = None,
+    lambda_rec: float = 0.0,
+) -> Tensor:
+    """Return ``R = Σ_t r_task + λ_rec · mean_t r_rec`` per episode.
+
+    The reconstruction part is a mean: summed, longer episodes would earn more.
+
+    Args:
+        task_reward: [T,B], 0 after the end of an episode.
+        reconstruction_reward: [T,B] normalised; None leaves it out.
+        reconstruction_mask: [T,B] bool, True where the reward exists; None means everywhere.
+        lambda_rec: λ_rec.
+
+    Returns:
+        [B] float32. An episode without any reconstruction reward gets its task return alone.
+    """
+    returns = task_reward.float().sum(dim=0)
+    if reconstruction_reward is None or lambda_rec == 0.0:
+        return returns
+    reward = reconstruction_reward.float()
+    if reconstruction_mask is None:
+        reconstruction_mask = torch.ones_like(reward, dtype=torch.bool)
+    # where, not a product: an unreached step may hold anything, even NaN
+    total = torch.where(reconstruction_mask, reward, 0.0).sum(dim=0)
+    return returns + lambda_rec * total / reconstruction_mask.sum(dim=0).clamp(min=1)
+
+
+def group_advantages(
+    returns: Tensor,
+    task_return: Tensor,
+    group_size: int,
+    *,
+    degenerate: str = "drop",
+    min_std: float = 1e-3,
+) -> GroupAdvantages:
+    """Return ``A_i = (R_i − mean_g) / max(std_g, min_std)``.
+
+    Degeneracy is judged by the task outcome alone: a dense reward always varies a little, and
+    dividing by its tiny spread would turn noise into full-size advantages.
+
+    Args:
+        returns: [B] episode returns R.
+        task_return: [B] task part of the return; equal values inside a group mean degenerate.
+        group_size: episodes per group, at least 2.
+        degenerate: what happens to such groups. ``drop`` leaves them out. ``rec_only`` learns from
+            what else varies in the return at its own small scale, undivided. ``keep`` treats them
+            like any group.
+        min_std: floor of the divisor.
+
+    Raises:
+        ValueError: group_size < 2, a batch that is no multiple of it, an unknown mode.
+    """
+    if group_size < 2:
+        raise ValueError(
+            f"group_size must be at least 2 for group-relative advantages, got {group_size}: "
+            "one episode has no other to be compared with"
+        )
+    if returns.shape[0] % group_size:
+        raise ValueError(f"{returns.shape[0]} episodes are no multiple of group_size {group_size}")
+    if degenerate not in DEGENERATE_MODES:
+        raise ValueError(f"degenerate must be one of {DEGENERATE_MODES}, got {degenerate!r}")
+    grouped = returns.float().view(-1, group_size)
+    task = task_return.float().view(-1, group_size)
+    is_degenerate = (task == task[:, :1]).all(dim=1)
+    mean = grouped.mean(dim=1, keepdim=True)
+    std = grouped.std(dim=1, correction=0, keepdim=True)
+    divisor = std.clamp(min=min_std)
+    if degenerate == "rec_only":
+        divisor = torch.where(is_degenerate[:, None], 1.0, divisor)
+    advantage = (grouped - mean) / divisor
+    used = torch.ones_like(grouped, dtype=torch.bool)
+    if degenerate == "drop":
+        used = used & ~is_degenerate[:, None]
+        advantage = torch.where(used, advantage, 0.0)
+    return GroupAdvantages(
+        advantage=advantage.flatten(),
+        is_degenerate=is_degenerate,
+        is_used=used.flatten(),
+        group_mean=mean.squeeze(1),
+        group_std=std.squeeze(1),
+    )
+
+
+def step_advantages(
+    advantage: Tensor,
+    valid: Tensor,
+    group_size: int,
+    *,
+    reconstruction_reward: Tensor | None = None,
+    lambda_step: float = 0.0,
+) -> Tensor:
+    """Spread episode advantages over macro-steps, with an optional per-step part.
+
+    ``A_t = A_i + λ_step (r̃_t − mean of the group at t)``; the mean runs over the members whose
+    episode still lasts at t.
+
+    Args:
+        advantage: [B].
+        valid: [T,B] bool, macro-steps that were executed.
+        group_size: episodes per group.
+        reconstruction_reward: [T,B] normalised r̃.
+        lambda_step: λ_step.
+
+    Returns:
+        [T,B] float32, 0 where not valid.
+    """
+    steps = torch.where(valid, advantage.float()[None], 0.0)
+    if reconstruction_reward is None or lambda_step == 0.0:
+        return steps
+    reward = torch.where(valid, reconstruction_reward.float(), 0.0)
+    grouped = reward.view(reward.shape[0], -1, group_size)
+    alive = valid.view_as(grouped)
+    mean = grouped.sum(-1, keepdim=True) / alive.sum(-1, keepdim=True).clamp(min=1)
+    return steps + lambda_step * torch.where(alive, grouped - mean, 0.0).view_as(steps)
+
+
+def update_success_average(
+    average: Tensor, successes: Tensor, episodes: Tensor, decay: float
+) -> Tensor:
+    """Return the exponential moving average of success per task.
+
+    Args:
+        average: [N] current values; NaN where a task was never tried (its first result is taken).
+        successes: [N] successful episodes of this iteration.
+        episodes: [N] episodes of this iteration; tasks with 0 keep their value.
+        decay: weight of the old value, in [0,1).
+    """
+    rate = successes.float() / episodes.clamp(min=1)
+    updated = torch.where(average.isnan(), rate, decay * average + (1.0 - decay) * rate)
+    return torch.where(episodes > 0, updated, average)
+
+
+def task_sampling_weights(
+    success_average: Tensor, mode: str = "learnable", *, epsilon: float = 0.05, beta: float = 1.0
+) -> Tensor:
+    """Return the probability of each task in the next iteration.
+
+    ``learnable`` prefers tasks that are neither solved nor hopeless, weight ∝ ε + p(1−p); ``hard``
+    prefers failing ones, weight ∝ (1−p)^β + ε; ``uniform`` ignores p. Tasks never tried count as
+    p = 0.5.
+
+    Args:
+        success_average: [N] success average per task, NaN where unknown.
+        mode: ``learnable``, ``hard`` or ``uniform``.
+        epsilon: keeps every task alive.
+        beta: sharpness of ``hard``.
+    """
+    p = torch.where(success_average.isnan(), 0.5, success_average.float())
+    if mode == "learnable":
+        weight = epsilon + p * (1.0 - p)
+    elif mode == "hard":
+        weight = epsilon + (1.0 - p) ** beta
+    elif mode == "uniform":
+        weight = torch.ones_like(p)
+    else:
+        raise ValueError(f"task weights must be learnable, hard or uniform, got {mode!r}")
+    return weight / weight.sum()
+
+
+def all_groups_degenerate_message(attempts: int, success: int, episodes: int) -> str:
+    """Say what to do when no group of an iteration teaches anything."""
+    cause = "every episode failed" if success == 0 else "every group ended alike"
+    return (
+        f"no learning signal after {attempts} rollouts: {cause} ({success}/{episodes} successes). "
+        "Start from a checkpoint that sometimes succeeds, choose easier or harder tasks "
+        "(env.train.task_ids), raise RL.group_size, or raise RL.max_resample."
+    )
