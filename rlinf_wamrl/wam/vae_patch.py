@@ -209,6 +209,10 @@ class PatchVAEFit:
     def update(self, video: Tensor) -> None:
         """Add a batch of videos [B,3,T,H,W] in [-1,1]; every image also feeds the image basis."""
         _check_image_size(self.config, video)
+        if (video.shape[2] - 1) % self.config.temporal_factor:
+            raise ValueError(
+                f"a video has 1 + {self.config.temporal_factor}n images, got {video.shape[2]}"
+            )
         patches = _patchify(video.float(), self.config.spatial_factor)
         if self._reference is None:
             self._reference = patches.mean((0, 1))
@@ -302,9 +306,11 @@ def _unpatchify(patches: Tensor, size: int) -> Tensor:
 
 def _join_groups(patches: Tensor, length: int) -> Tensor:
     """[B,n*length,h,w,p] -> [B,n,h,w,length*p], time slowest within a group."""
-    return patches.unflatten(1, (-1, length)).permute(0, 1, 3, 4, 2, 5).flatten(4)
+    groups = patches.unflatten(1, (patches.shape[1] // length, length))
+    return groups.permute(0, 1, 3, 4, 2, 5).flatten(4)
 
 
 def _split_groups(groups: Tensor, length: int) -> Tensor:
     """Inverse of :func:`_join_groups`."""
-    return groups.unflatten(4, (length, -1)).permute(0, 1, 4, 2, 3, 5).flatten(1, 2)
+    patches = groups.unflatten(4, (length, groups.shape[4] // length))
+    return patches.permute(0, 1, 4, 2, 3, 5).flatten(1, 2)
