@@ -28,6 +28,7 @@ __all__ = [
 
 VAE_KINDS: dict[str, str] = {
     "patch": "rlinf_wamrl.wam.vae_patch:PatchVAE",
+    "wan22": "rlinf_wamrl.wam.vae_wan22:Wan22VAE",
 }
 """Kind of autoencoder -> ``module:class``; the class has a ``load(path, device=, dtype=)``."""
 
