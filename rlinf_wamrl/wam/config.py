@@ -23,9 +23,9 @@ TEMPORAL_STRIDE = 4
 def rotary_widths(head_dim: int) -> tuple[int, int, int]:
     """Splits a head into its frame, row and column parts for the video's rotary embedding.
 
-    Row and column get ``2 * (head_dim // 6)`` components each and the frame gets the rest. It equals
-    the official split ``d - 2 * (d // 3), d // 3, d // 3`` wherever that one is defined (d mod 6 in
-    {0, 2}) and also serves widths such as 16, 32 and 64.
+    Row and column get ``2 * (head_dim // 6)`` components each and the frame gets the rest. This
+    equals the official split ``d - 2 * (d // 3), d // 3, d // 3`` wherever that one is defined
+    (d mod 6 in {0, 2}) and also serves widths such as 16 and 64.
     """
     side = 2 * (head_dim // 6)
     return head_dim - 2 * side, side, side
@@ -43,7 +43,7 @@ def _require_choice(owner: str, name: str, value: str, choices: tuple[str, ...])
 
 
 @dataclass(frozen=True, kw_only=True)
-class _ExpertConfig:
+class ExpertConfig:
     """What both experts have; names as in the official configuration."""
 
     hidden_dim: int
@@ -53,7 +53,7 @@ class _ExpertConfig:
     num_heads: int
     """Attention heads; both experts agree."""
     attn_head_dim: int
-    """Width of one head, even; both experts agree. ``num_heads * attn_head_dim`` may differ from D."""
+    """Width of one head, even; both experts agree. All heads together need not have width D."""
     num_layers: int
     """Transformer blocks; both experts agree."""
     text_dim: int = 4096
@@ -91,7 +91,7 @@ class _ExpertConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class VideoExpertConfig(_ExpertConfig):
+class VideoExpertConfig(ExpertConfig):
     """The video expert: a Wan2.2-TI2V diffusion transformer."""
 
     in_dim: int = 48
@@ -120,13 +120,13 @@ class VideoExpertConfig(_ExpertConfig):
             )
         if len(self.patch_size) != 3 or self.patch_size[0] != 1 or min(self.patch_size) < 1:
             raise ValueError(
-                "VideoExpertConfig.patch_size must be (1, rows, columns) with positive entries, got "
-                f"{self.patch_size}."
+                "VideoExpertConfig.patch_size must be (1, rows, columns) with positive entries, "
+                f"got {self.patch_size}."
             )
         if self.attn_head_dim < 6:
             raise ValueError(
-                "VideoExpertConfig.attn_head_dim must be at least 6 (frame, row and column each need "
-                f"a pair), got {self.attn_head_dim}."
+                "VideoExpertConfig.attn_head_dim must be at least 6 (frame, row and column each "
+                f"need a pair), got {self.attn_head_dim}."
             )
         _require_choice(
             "VideoExpertConfig",
@@ -143,7 +143,7 @@ class VideoExpertConfig(_ExpertConfig):
 
 
 @dataclass(frozen=True, kw_only=True)
-class ActionExpertConfig(_ExpertConfig):
+class ActionExpertConfig(ExpertConfig):
     """The action expert: the same kind of transformer over the actions of one chunk."""
 
     action_dim: int = 7
@@ -167,7 +167,7 @@ class WAMConfig:
     variant: Variant = "uncond"
     """What the actions see of the video; see :mod:`rlinf_wamrl.wam.masks`."""
     action_infer_mode: ActionInferMode | None = None
-    """What the actions see at inference; None takes the variant's own (optional_idm: first_frame)."""
+    """What the actions see at inference; None = as trained (optional_idm: first_frame)."""
     num_video_frames: int = 9
     """Images of one video, the current one included; one more than a multiple of 4."""
     action_horizon: int = 32
@@ -201,9 +201,7 @@ class WAMConfig:
                 )
         _require_choice("WAMConfig", "variant", self.variant, VARIANTS)
         if self.video_cond_noise_prob is None:
-            object.__setattr__(
-                self, "video_cond_noise_prob", 0.5 if self.variant == "idm" else 0.0
-            )
+            object.__setattr__(self, "video_cond_noise_prob", 0.5 if self.variant == "idm" else 0.0)
         if self.action_infer_mode is None:
             whole_video = self.variant in ("joint", "idm")
             object.__setattr__(self, "action_infer_mode", "idm" if whole_video else "first_frame")
@@ -230,8 +228,8 @@ class WAMConfig:
             and self.video_dit_config.action_dim != self.action_dit_config.action_dim
         ):
             raise ValueError(
-                "WAMConfig: video_dit_config.action_dim must equal action_dit_config.action_dim, got "
-                f"{self.video_dit_config.action_dim} and {self.action_dit_config.action_dim}."
+                "WAMConfig: video_dit_config.action_dim must equal action_dit_config.action_dim, "
+                f"got {self.video_dit_config.action_dim} and {self.action_dit_config.action_dim}."
             )
 
     def _check_sizes(self) -> None:
@@ -258,7 +256,9 @@ class WAMConfig:
                 )
         for name in ("loss_lambda_video", "loss_lambda_action"):
             if getattr(self, name) < 0:
-                raise ValueError(f"WAMConfig.{name} must not be negative, got {getattr(self, name)}.")
+                raise ValueError(
+                    f"WAMConfig.{name} must not be negative, got {getattr(self, name)}."
+                )
 
     @property
     def num_latent_frames(self) -> int:
@@ -306,7 +306,8 @@ def _from_mapping(kind: type, values: Mapping[str, Any], where: str) -> Any:
     unknown = sorted(set(values) - known)
     if unknown:
         raise ValueError(
-            f"{where} has unknown fields {', '.join(unknown)}; known are {', '.join(sorted(known))}."
+            f"{where} has unknown fields {', '.join(unknown)}; "
+            f"known are {', '.join(sorted(known))}."
         )
     try:
         return kind(**values)
