@@ -1,14 +1,15 @@
-"""Writing a file so that a reader never sees half of it."""
+"""Writing files and folders so that a reader never sees half of them."""
 
 from __future__ import annotations
 
 import os
+import shutil
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-__all__ = ["atomic_path", "write_text_atomic"]
+__all__ = ["atomic_folder", "atomic_path", "write_text_atomic"]
 
 
 @contextmanager
@@ -28,7 +29,7 @@ def atomic_path(target: str | Path) -> Iterator[Path]:
     """
     target = Path(target)
     target.parent.mkdir(parents=True, exist_ok=True)
-    temporary = target.with_name(f".{target.name}.{os.getpid()}-{uuid.uuid4().hex[:8]}.tmp")
+    temporary = _beside(target, "tmp")
     try:
         yield temporary
         _sync(temporary, os.O_RDWR)
@@ -42,6 +43,46 @@ def write_text_atomic(target: str | Path, text: str) -> None:
     """Write ``text`` to ``target`` as UTF-8 through :func:`atomic_path`."""
     with atomic_path(target) as temporary:
         temporary.write_text(text, encoding="utf-8")
+
+
+@contextmanager
+def atomic_folder(target: str | Path, *, overwrite: bool = False) -> Iterator[Path]:
+    """Yield an empty temporary folder that becomes ``target`` when the block succeeds.
+
+    Every file in it is flushed to disk before the rename. A folder cannot be replaced in one step:
+    with ``overwrite`` the old one is moved aside first and deleted last, so that after a crash in
+    between its content still lies beside ``target`` under a name that ends in ``.old``.
+
+    Args:
+        target: folder to write; missing parent folders are created.
+        overwrite: whether an existing ``target`` may be replaced.
+
+    Raises:
+        FileExistsError: ``target`` exists and ``overwrite`` is false.
+    """
+    target = Path(target)
+    if target.exists() and not overwrite:
+        raise FileExistsError(f"{target} exists already: choose another folder or overwrite it")
+    target.parent.mkdir(parents=True, exist_ok=True)
+    temporary = _beside(target, "tmp")
+    temporary.mkdir()
+    try:
+        yield temporary
+        for path in temporary.rglob("*"):
+            _sync(path, os.O_RDONLY)
+        old = _beside(target, "old") if target.exists() else None
+        if old is not None:
+            target.replace(old)
+        temporary.replace(target)
+        _sync(target.parent, os.O_RDONLY)
+        if old is not None:
+            shutil.rmtree(old)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+def _beside(target: Path, ending: str) -> Path:
+    return target.with_name(f".{target.name}.{os.getpid()}-{uuid.uuid4().hex[:8]}.{ending}")
 
 
 def _sync(path: Path, flags: int) -> None:

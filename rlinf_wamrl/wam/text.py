@@ -13,7 +13,7 @@ import math
 import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 import torch
@@ -25,11 +25,14 @@ from rlinf_wamrl.files import atomic_path
 
 __all__ = [
     "FASTWAM_PROMPT",
+    "TEXT_ENCODER_KINDS",
     "CachedTextEncoder",
     "HashedWordEncoder",
     "TextEncoder",
     "UMT5Encoder",
+    "build_text_encoder",
     "format_prompt",
+    "umt5_identity",
 ]
 
 FASTWAM_PROMPT = (
@@ -96,6 +99,16 @@ class HashedWordEncoder:
         self.length = length
         self.seed = seed
         self.identity = f"hashed-words-v1 dim={dim} length={length} seed={seed}"
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """What :func:`build_text_encoder` makes this encoder from."""
+        return {
+            "kind": "hashed_words",
+            "dim": self.dim,
+            "length": self.length,
+            "seed": self.seed,
+        }
 
     def encode(self, instructions: Sequence[str]) -> tuple[Tensor, Tensor]:
         """See :meth:`TextEncoder.encode`; embeddings are float32 on the CPU."""
@@ -266,6 +279,29 @@ def _umt5_folders(
     if not tokenizer_folder.is_dir():
         raise FileNotFoundError(f"no tokeniser folder at {tokenizer_folder}")
     return model_folder, tokenizer_folder
+
+
+TEXT_ENCODER_KINDS: dict[str, Callable[..., TextEncoder]] = {
+    "hashed_words": HashedWordEncoder,
+    "umt5": UMT5Encoder.from_folder,
+}
+"""Kind of text encoder -> what builds it from its settings."""
+
+
+def build_text_encoder(kind: str, **settings: Any) -> TextEncoder:
+    """Build a text encoder of a registered kind.
+
+    Raises:
+        ValueError: the kind is unknown, or it does not take these settings.
+    """
+    if kind not in TEXT_ENCODER_KINDS:
+        raise ValueError(
+            f"unknown kind of text encoder {kind!r}; known kinds: {', '.join(TEXT_ENCODER_KINDS)}"
+        )
+    try:
+        return TEXT_ENCODER_KINDS[kind](**settings)
+    except TypeError as error:
+        raise ValueError(f"text encoder {kind!r}: {error}") from error
 
 
 class CachedTextEncoder:
