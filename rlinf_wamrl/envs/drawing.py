@@ -1,0 +1,101 @@
+"""Draws a simulation's cameras off screen, on demand and with a choice of quality."""
+
+from __future__ import annotations
+
+import mujoco
+import numpy as np
+
+__all__ = ["Drawing"]
+
+_VISUAL_GROUP, _HIDDEN_GROUP = 1, 4
+_BRIGHT, _DARK = (0.9, 0.9, 0.9, 1.0), (0.35, 0.35, 0.35, 1.0)
+
+
+class Drawing:
+    """Owns the OpenGL context of one robosuite environment.
+
+    Args:
+        env: A robosuite environment built without an off-screen renderer.
+        cameras: Camera names; :meth:`draw` returns one picture for each.
+        settings: ``image_size``, ``render_quality`` and ``max_texture_size``.
+    """
+
+    _current: Drawing | None = None  # whose context is bound in this process
+
+    def __init__(self, env, cameras: tuple[str, ...], settings) -> None:
+        from robosuite.utils.binding_utils import GLContext
+
+        self._model, self._data = env.sim.model._model, env.sim.data._data
+        self._size = settings.image_size
+        self._cameras = [env.sim.model.camera_name2id(name) for name in cameras]
+        visual = self._model.vis
+        visual.global_.offwidth = visual.global_.offheight = self._size
+        if not self._model.light_castshadow.any():
+            visual.quality.shadowsize = 0  # 64 MiB that would stay empty
+        if settings.render_quality != "stock":
+            visual.quality.offsamples = 0
+        if settings.render_quality == "light":
+            _draw_arm_by_collision_meshes(self._model)
+        self._context = GLContext(self._size, self._size, -1)
+        self._bind()
+        self._scene = mujoco.MjvScene(self._model, maxgeom=1000)
+        if settings.render_quality != "stock":
+            self._scene.flags[mujoco.mjtRndFlag.mjRND_REFLECTION] = 0
+        self._renderer = mujoco.MjrContext(self._model, mujoco.mjtFontScale.mjFONTSCALE_150)
+        mujoco.mjr_setBuffer(mujoco.mjtFramebuffer.mjFB_OFFSCREEN, self._renderer)
+        self._option = mujoco.MjvOption()
+        self._option.geomgroup[0] = 0  # collision shapes
+        self._camera = mujoco.MjvCamera()
+        self._camera.type = mujoco.mjtCamera.mjCAMERA_FIXED
+        self._viewport = mujoco.MjrRect(0, 0, self._size, self._size)
+
+    def draw(self) -> list[np.ndarray]:
+        """One picture per camera, uint8 [H, W, 3], rotated by 180 degrees from LIBERO's own.
+
+        OpenGL rows run bottom up, which LIBERO keeps, so its picture stands on its head; the
+        field's convention turns it by 180 degrees, which also mirrors left and right.
+        """
+        self._bind()
+        pictures = []
+        for camera in self._cameras:
+            self._camera.fixedcamid = camera
+            mujoco.mjv_updateScene(
+                self._model,
+                self._data,
+                self._option,
+                None,
+                self._camera,
+                mujoco.mjtCatBit.mjCAT_ALL,
+                self._scene,
+            )
+            mujoco.mjr_render(self._viewport, self._scene, self._renderer)
+            rows = np.empty((self._size, self._size, 3), dtype=np.uint8)
+            mujoco.mjr_readPixels(rows, None, self._viewport, self._renderer)
+            pictures.append(rows[::-1, ::-1])
+        return pictures
+
+    def close(self) -> None:
+        """Free the context."""
+        self._renderer.free()
+        self._context.free()
+        if Drawing._current is self:
+            Drawing._current = None
+
+    def _bind(self) -> None:
+        if Drawing._current is not self:
+            self._context.make_current()
+            Drawing._current = self
+
+
+def _draw_arm_by_collision_meshes(model: mujoco.MjModel) -> None:
+    for geom in range(model.ngeom):
+        if model.geom_type[geom] != mujoco.mjtGeom.mjGEOM_MESH:
+            continue
+        name = mujoco.mj_id2name(model, mujoco.mjtObj.mjOBJ_GEOM, geom) or ""
+        if not name.startswith(("robot0_", "gripper0_")):
+            continue
+        if model.geom_group[geom] == _VISUAL_GROUP:
+            model.geom_group[geom] = _HIDDEN_GROUP
+        elif name.endswith("_collision"):
+            model.geom_group[geom] = _VISUAL_GROUP
+            model.geom_rgba[geom] = _DARK if "finger" in name else _BRIGHT

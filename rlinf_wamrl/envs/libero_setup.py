@@ -1,0 +1,115 @@
+"""One place that makes ``import libero`` safe: no question, no race, no banner, no download.
+
+Everything that touches LIBERO or robosuite calls :func:`bootstrap_libero` first. It may be called
+any number of times, from any process, before or after torch is imported.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import importlib
+import importlib.util
+import logging
+import os
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+from rlinf_wamrl.envs.rendering import choose_renderer
+
+__all__ = ["bootstrap_libero", "libero_package_root", "point_libero_at"]
+
+
+def libero_package_root() -> Path:
+    """Folder of the installed ``libero.libero`` package, found without importing it.
+
+    Raises:
+        ModuleNotFoundError: No LIBERO distribution is installed.
+    """
+    spec = importlib.util.find_spec("libero")
+    if spec is None or not spec.submodule_search_locations:
+        raise ModuleNotFoundError(
+            "LIBERO is not installed: `pip install rlinf-libero==0.1.3` (imports as `libero`)"
+        )
+    return Path(next(iter(spec.submodule_search_locations))) / "libero"
+
+
+def bootstrap_libero() -> None:
+    """Import LIBERO's environments and register this project's demo problem with them.
+
+    Chooses the renderer, writes LIBERO's configuration file in a place of its own (atomically:
+    many processes start at once) and silences the banners of gym and robosuite.
+
+    Raises:
+        RuntimeError: No off-screen renderer can be loaded.
+        ModuleNotFoundError: LIBERO is not installed.
+    """
+    choose_renderer()
+    _write_libero_config()
+    with _quiet_third_party():
+        importlib.import_module("libero.libero.envs")
+    from rlinf_wamrl.envs.demo import domain
+
+    domain.register()
+
+
+def point_libero_at(root: Path) -> None:
+    """Make LIBERO read meshes, textures and scenes from ``root/assets``.
+
+    LIBERO resolves these files against the folder of its own package; the modules keep that folder
+    in globals that are read at construction time, so re-pointing them needs no file system change.
+    """
+    from libero.libero.envs import bddl_base_domain
+    from libero.libero.envs.objects import (
+        articulated_objects,
+        google_scanned_objects,
+        hope_objects,
+        turbosquid_objects,
+    )
+
+    bddl_base_domain.DIR_PATH = str(root / "envs")
+    for module in (articulated_objects, google_scanned_objects, hope_objects, turbosquid_objects):
+        module.absolute_path = root
+
+
+def _write_libero_config() -> None:
+    if "libero.libero" in sys.modules:
+        return
+    root = libero_package_root()
+    tag = hashlib.sha256(str(root).encode()).hexdigest()[:12]
+    folder = Path(tempfile.gettempdir()) / f"rlinf_wamrl_libero_{os.getuid()}_{tag}"
+    # A configuration left by another installation would point elsewhere, so it is not reused.
+    os.environ["LIBERO_CONFIG_PATH"] = str(folder)
+    config = folder / "config.yaml"
+    if config.exists():
+        return
+    folder.mkdir(parents=True, exist_ok=True)
+    entries = {
+        "assets": root / "assets",
+        "bddl_files": root / "bddl_files",
+        "benchmark_root": root,
+        "datasets": root.parent / "datasets",
+        "init_states": root / "init_files",
+    }
+    partial = folder / f"config.yaml.{os.getpid()}"
+    partial.write_text("".join(f"{key}: {value}\n" for key, value in entries.items()))
+    partial.replace(config)
+
+
+@contextlib.contextmanager
+def _quiet_third_party() -> Iterator[None]:
+    """Drop gym's end-of-life notice and robosuite's advice about private macro files."""
+    if importlib.util.find_spec("gym_notices") is not None:
+        importlib.import_module("gym_notices.notices").notices.clear()
+    logger = logging.getLogger("robosuite_logs")
+    logger.addFilter(_is_not_macro_advice)
+    try:
+        yield
+    finally:
+        logger.removeFilter(_is_not_macro_advice)
+
+
+def _is_not_macro_advice(record: logging.LogRecord) -> bool:
+    return "macro" not in record.getMessage()
