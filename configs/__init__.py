@@ -1,0 +1,1 @@
+"""Configuration groups that ship with the package."""

@@ -1,0 +1,278 @@
+"""Impossible values, said in words before any process starts.
+
+Each check looks at one relation between keys. They run on plain values: no torch, no RLinf.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+from typing import Any
+
+from omegaconf import DictConfig
+
+from rlinf_wamrl.config.errors import ConfigError
+
+__all__ = ["check_values", "world_size"]
+
+_POSITIVE = [
+    "RL.denoising_steps",
+    "RL.eval_denoising_steps",
+    "RL.noise_level",
+    "RL.clip_low",
+    "RL.clip_high",
+    "RL.update_epochs",
+    "RL.action_lr",
+    "RL.max_logprob_drift",
+    "RL.min_group_std",
+    "RL.max_resample",
+    "actor.micro_batch_size",
+    "actor.global_batch_size",
+    "actor.optim.clip_grad",
+    "actor.model.num_action_chunks",
+    "rollout.pipeline_stage_num",
+    "runner.max_epochs",
+    "runner.weight_sync_interval",
+    "runner.stall_timeout",
+    "cluster.num_nodes",
+    "cluster.object_store_gib",
+    "env.train.total_num_envs",
+    "env.train.rollout_epoch",
+    "env.train.image_size",
+    "env.train.max_steps_per_rollout_epoch",
+    "env.train.action_video_freq_ratio",
+    "env.eval.total_num_envs",
+    "env.eval.rollout_epoch",
+    "env.eval.image_size",
+    "env.eval.max_steps_per_rollout_epoch",
+    "env.eval.action_video_freq_ratio",
+]
+
+_CHOICES = {
+    "RL.stochastic_steps": ("one_random", "window", "all"),
+    "RL.sde": ("sde", "cps"),
+    "RL.logprob_reduction": ("sum", "mean"),
+    "RL.degenerate": ("drop", "rec_only", "keep"),
+    "actor.model.precision": ("fp32", "bf16"),
+    "actor.fsdp_config.strategy": ("fsdp2", "fsdp"),
+    "actor.optim.lr_scheduler": ("constant", "cosine"),
+    "env.train.render_quality": ("stock", "fast", "light"),
+    "env.eval.render_quality": ("stock", "fast", "light"),
+}
+
+_FIXED = {
+    "runner.task_type": "embodied",
+    "actor.model.model_type": "wamrl",
+    "actor.model.is_lora": False,
+    "algorithm.adv_type": "wamrl_group",
+    "algorithm.loss_type": "wamrl_flow_ppo",
+    "algorithm.reward_type": "chunk_level",
+    "algorithm.logprob_type": "chunk_level",
+    "algorithm.entropy_bonus": 0.0,
+    "env.train.auto_reset": False,
+    "env.eval.auto_reset": False,
+    "critic.use_critic_model": False,
+    "reward.use_reward_model": False,
+}
+
+
+def check_values(run: DictConfig) -> None:
+    """Raise :class:`ConfigError` for the first value that cannot work."""
+    for key in _POSITIVE:
+        if _get(run, key) <= 0:
+            raise ConfigError(f"{key} must be positive, got {_get(run, key)}")
+    for key, options in _CHOICES.items():
+        if _get(run, key) not in options:
+            raise ConfigError(f"{key} must be one of {', '.join(options)}, got {_get(run, key)!r}")
+    for key, value in _FIXED.items():
+        if _get(run, key) != value:
+            raise ConfigError(f"{key} must be {value!r} for this method, got {_get(run, key)!r}")
+    _check_sampling(run)
+    _check_env_side(run, "train")
+    _check_env_side(run, "eval")
+    _check_group(run)
+    _check_batch(run)
+    _check_model(run)
+    _check_files(run)
+
+
+def world_size(run: DictConfig, component: str) -> int:
+    """Return how many ranks a component has under ``cluster.component_placement``."""
+    placement = run.cluster.component_placement
+    for names, ranks in placement.items():
+        if component in [name.strip() for name in str(names).split(",")]:
+            return _count_ranks(ranks, f"cluster.component_placement.{names}")
+    raise ConfigError(
+        f"cluster.component_placement places no {component!r}; add for example '{component}: 0'"
+    )
+
+
+def _count_ranks(ranks: Any, key: str) -> int:
+    if isinstance(ranks, DictConfig):
+        ranks = ranks.get("placement", 0)
+    text = str(ranks)
+    if text == "all":
+        raise ConfigError(f"{key}: name the ranks instead of 'all', for example '0-7'")
+    count = 0
+    for part in text.split(","):
+        # "resources:processes" places more than one process on a resource
+        processes = part.split(":")[-1]
+        first, _, last = processes.partition("-")
+        if not first.strip().isdigit() or (last and not last.strip().isdigit()):
+            raise ConfigError(f"{key}: cannot read the ranks {text!r}; write '0', '0-3' or '0:0-1'")
+        count += int(last or first) - int(first) + 1
+    return count
+
+
+def _get(run: DictConfig, key: str) -> Any:
+    node: Any = run
+    for part in key.split("."):
+        node = node[part]
+    return node
+
+
+def _check_sampling(run: DictConfig) -> None:
+    rl = run.RL
+    steps = rl.denoising_steps
+    if rl.stochastic_steps == "window":
+        window = list(rl.window)
+        if not window or window != sorted(set(window)) or not 0 <= window[0] <= window[-1] < steps:
+            raise ConfigError(
+                f"RL.window must list ascending step indices within 0..{steps - 1} "
+                f"(RL.denoising_steps = {steps}), got {window}"
+            )
+    elif rl.window:
+        raise ConfigError(
+            f"RL.window = {list(rl.window)} needs RL.stochastic_steps: window, got "
+            f"{rl.stochastic_steps!r}"
+        )
+    if rl.ignore_last and steps == 1:
+        raise ConfigError(
+            "RL.ignore_last: true leaves no stochastic step with RL.denoising_steps 1"
+        )
+    last_is_noisy = rl.ignore_last is False or steps == 1
+    if rl.stochastic_steps == "window":
+        last_is_noisy = steps - 1 in rl.window
+    if rl.sde == "cps" and last_is_noisy:
+        raise ConfigError("RL.sde: cps has no noise at the last step; leave that step out")
+    if rl.dual_clip <= 1:
+        raise ConfigError(f"RL.dual_clip must be above 1, got {rl.dual_clip}")
+    if rl.clip_low >= 1:
+        raise ConfigError(f"RL.clip_low must be below 1, got {rl.clip_low}")
+    if rl.sigma_shift is not None and rl.sigma_shift <= 0:
+        raise ConfigError(f"RL.sigma_shift must be positive or null, got {rl.sigma_shift}")
+
+
+def _check_env_side(run: DictConfig, side: str) -> None:
+    env = run.env[side]
+    chunk = run.actor.model.num_action_chunks
+    key = f"env.{side}"
+    if env.max_steps_per_rollout_epoch % chunk:
+        below = env.max_steps_per_rollout_epoch // chunk * chunk
+        raise ConfigError(
+            f"{key}.max_steps_per_rollout_epoch = {env.max_steps_per_rollout_epoch} must be a "
+            f"multiple of actor.model.num_action_chunks = {chunk}; "
+            f"use {below or chunk} or {below + chunk}"
+        )
+    limit = env.max_episode_steps
+    if limit is not None and limit > env.max_steps_per_rollout_epoch:
+        raise ConfigError(
+            f"{key}.max_episode_steps = {limit} exceeds {key}.max_steps_per_rollout_epoch = "
+            f"{env.max_steps_per_rollout_epoch}: episodes would be cut; raise the latter"
+        )
+    if env.num_future_frames * env.action_video_freq_ratio > chunk:
+        raise ConfigError(
+            f"{key}.num_future_frames = {env.num_future_frames} frames at every "
+            f"{env.action_video_freq_ratio} actions do not fit into a chunk of {chunk} actions"
+        )
+    bounds = list(env.init_state_range)
+    if len(bounds) != 2 or not 0 <= bounds[0] < bounds[1]:
+        raise ConfigError(f"{key}.init_state_range must be [first, past the last], got {bounds}")
+    slots = env.total_num_envs
+    ranks = world_size(run, "env")
+    stages = run.rollout.pipeline_stage_num
+    if slots % (ranks * stages):
+        raise ConfigError(
+            f"{key}.total_num_envs = {slots} must be a multiple of env ranks x pipeline stages = "
+            f"{ranks} x {stages}"
+        )
+    per_source = slots // (ranks * stages)
+    if env.group_size < 1 or per_source % env.group_size:
+        raise ConfigError(
+            f"{key}.group_size = {env.group_size} must divide the {per_source} environments of "
+            f"each env rank and stage ({key}.total_num_envs = {slots})"
+        )
+
+
+def _check_group(run: DictConfig) -> None:
+    group = run.RL.group_size
+    if group < 2:
+        raise ConfigError(
+            f"RL.group_size must be at least 2, got {group}: an advantage compares an episode "
+            "with others of its group"
+        )
+    for key in ("algorithm.group_size", "env.train.group_size"):
+        if _get(run, key) != group:
+            raise ConfigError(f"{key} = {_get(run, key)} must equal RL.group_size = {group}")
+    if run.algorithm.update_epoch != run.RL.update_epochs:
+        raise ConfigError("algorithm.update_epoch must equal RL.update_epochs; set the latter")
+
+
+def _check_batch(run: DictConfig) -> None:
+    micro, total = run.actor.micro_batch_size, run.actor.global_batch_size
+    ranks = world_size(run, "actor")
+    if total % (micro * ranks):
+        raise ConfigError(
+            f"actor.global_batch_size = {total} must be a multiple of actor.micro_batch_size x "
+            f"actor ranks = {micro} x {ranks}"
+        )
+    stored = run.env.train.total_num_envs * run.env.train.rollout_epoch
+    groups = stored // run.RL.group_size
+    sources = world_size(run, "env") * run.rollout.pipeline_stage_num
+    if groups % ranks or (sources % ranks and ranks % sources):
+        raise ConfigError(
+            f"{groups} groups per iteration (env.train.total_num_envs x rollout_epoch / "
+            f"RL.group_size) cannot be shared by {ranks} actor ranks from {sources} environment "
+            "sources; make one a multiple of the other"
+        )
+
+
+def _check_model(run: DictConfig) -> None:
+    if run.runner.use_training_pipeline and run.runner.only_eval:
+        raise ConfigError("runner.use_training_pipeline needs training; drop runner.only_eval")
+
+
+def _check_files(run: DictConfig) -> None:
+    path = run.actor.model.model_path
+    if not _is_shipped(path) and not Path(path).is_dir():
+        raise ConfigError(
+            f"actor.model.model_path = {path!r} is neither a folder nor a checkpoint that ships "
+            f"with the package ({', '.join(_shipped_names()) or 'none'})"
+        )
+    resume = run.runner.resume_dir
+    if resume is not None:
+        folder = Path(resume)
+        if not folder.name.startswith("global_step_") or not folder.name[12:].isdigit():
+            raise ConfigError(
+                f"runner.resume_dir = {resume!r} must be a folder named global_step_N"
+            )
+        if not folder.is_dir():
+            raise ConfigError(f"runner.resume_dir = {resume!r} does not exist")
+    for side in ("train", "eval"):
+        assets = run.env[side].assets_dir
+        if assets is not None and not Path(assets).is_dir():
+            raise ConfigError(f"env.{side}.assets_dir = {assets!r} is not a folder")
+
+
+def _pretrained_root() -> Path:
+    spec = importlib.util.find_spec("rlinf_wamrl")
+    return Path(spec.origin).parent / "pretrained"
+
+
+def _shipped_names() -> list[str]:
+    root = _pretrained_root()
+    return sorted(entry.name for entry in root.iterdir() if entry.is_dir()) if root.is_dir() else []
+
+
+def _is_shipped(path: str) -> bool:
+    return path in _shipped_names()

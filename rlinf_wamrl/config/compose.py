@@ -1,0 +1,112 @@
+"""From a YAML file and ``key=value`` overrides to one validated configuration.
+
+The file may use Hydra's ``defaults`` list; the groups that ship with the package (``configs/``) are
+on the search path. Every mistake becomes a :class:`ConfigError` that names the key, the value and
+the remedy. Nothing here imports torch or RLinf.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from hydra import compose, initialize_config_dir
+from hydra.core.global_hydra import GlobalHydra
+from hydra.errors import HydraException
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
+
+from rlinf_wamrl.config.checks import check_values
+from rlinf_wamrl.config.errors import ConfigError
+from rlinf_wamrl.config.schema import RunConfig
+
+__all__ = ["SHIPPED_CONFIGS", "compose_run", "validate"]
+
+SHIPPED_CONFIGS = "pkg://rlinf_wamrl.configs"
+"""Hydra search path of the configuration groups in this package."""
+
+
+def compose_run(path: str | Path, overrides: Sequence[str] = ()) -> DictConfig:
+    """Compose and validate the run described by the YAML file ``path``.
+
+    Args:
+        path: the configuration file.
+        overrides: Hydra overrides such as ``runner.max_steps=3``.
+
+    Returns:
+        The complete configuration: schema defaults filled in, interpolations resolved.
+
+    Raises:
+        ConfigError: the file is missing or malformed, a key is unknown, a value impossible.
+    """
+    path = Path(path).resolve()
+    if not path.is_file():
+        raise ConfigError(f"configuration file {path} does not exist")
+    for override in overrides:
+        if "=" not in override and not override.startswith("~"):
+            raise ConfigError(f"override {override!r} is not of the form key=value")
+    GlobalHydra.instance().clear()
+    try:
+        with initialize_config_dir(config_dir=str(path.parent), version_base="1.3"):
+            composed = compose(
+                config_name=path.name,
+                overrides=[f"hydra.searchpath=[{SHIPPED_CONFIGS}]", *_adding(overrides)],
+            )
+    except (HydraException, OmegaConfBaseException) as error:
+        raise ConfigError(f"{path.name}: {_first_lines(error)}") from error
+    except Exception as error:  # the YAML parser's own family of errors
+        if type(error).__module__.startswith("yaml"):
+            raise ConfigError(f"{path.name} is not valid YAML: {error}") from error
+        raise
+    finally:
+        GlobalHydra.instance().clear()
+    return validate(composed)
+
+
+def validate(composed: Mapping[str, Any] | DictConfig) -> DictConfig:
+    """Check a composed configuration against the schema and against itself.
+
+    Raises:
+        ConfigError: naming the key, the value and the remedy.
+    """
+    schema = OmegaConf.structured(RunConfig)
+    composed = OmegaConf.create(composed)
+    _check_keys(composed, schema, "")
+    try:
+        merged = OmegaConf.merge(schema, composed)
+        values = OmegaConf.to_container(merged, resolve=True, throw_on_missing=True)
+    except MissingMandatoryValue as error:
+        raise ConfigError(f"{error.full_key} must be set") from error
+    except OmegaConfBaseException as error:
+        raise ConfigError(f"{error.full_key}: {_first_lines(error)}") from error
+    run = OmegaConf.create(values)
+    check_values(run)
+    return run
+
+
+def _check_keys(node: DictConfig, schema: DictConfig, prefix: str) -> None:
+    for key in node:
+        name = f"{prefix}{key}"
+        if key not in schema.keys():  # `in schema` is False for values not set yet
+            known = [str(option) for option in schema.keys()]
+            close = difflib.get_close_matches(str(key), known, n=1)
+            hint = f"did you mean {prefix}{close[0]}?" if close else f"known: {', '.join(known)}"
+            raise ConfigError(f"unknown key {name!r}; {hint}")
+        child, expected = node._get_node(key), schema._get_node(key)
+        is_section = isinstance(expected, DictConfig) and OmegaConf.get_type(expected) is not dict
+        if is_section and isinstance(child, DictConfig):
+            _check_keys(child, expected, f"{name}.")
+
+
+def _adding(overrides: Sequence[str]) -> list[str]:
+    """Let overrides add keys a file leaves out; the schema judges the result."""
+    plain = re.compile(r"[\w.]+=")
+    return [f"++{override}" if plain.match(override) else override for override in overrides]
+
+
+def _first_lines(error: Exception) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return " ".join(line for line in lines[:3] if not line.startswith("full_key"))

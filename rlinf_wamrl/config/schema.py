@@ -1,0 +1,452 @@
+"""The typed schema of a run: every key a user may set, with its meaning beside it.
+
+The sections are RLinf's own (``runner``, ``algorithm``, ``env``, ``rollout``, ``actor``, …) plus
+``RL``, which holds the method's hyper-parameters in one place. Keys not listed here are errors.
+Values marked ``???`` have no default and must come from a configuration file.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from omegaconf import II, MISSING
+
+__all__ = ["RunConfig"]
+
+
+@dataclass
+class ClusterConfig:
+    """Where components run (RLinf's scheduler)."""
+
+    num_nodes: int = 1
+    """Ray nodes that take part."""
+    component_placement: dict[str, Any] = field(default_factory=lambda: {"env,rollout,actor": 0})
+    """Component -> ranks in RLinf's syntax: of accelerators, or of nodes where there are none."""
+    num_cpus: int | None = None
+    """CPUs of the private Ray; null takes all of this machine."""
+    object_store_gib: float = 1.0
+    """Shared memory of the private Ray, in GiB."""
+
+
+@dataclass
+class LoggerConfig:
+    """Where a run writes."""
+
+    log_path: str = "runs"
+    """Folder of all runs; this run writes to ``log_path/experiment_name``."""
+    project_name: str = "rlinf_wamrl"
+    """Project name for loggers that want one."""
+    experiment_name: str = MISSING
+    """Name of the run and of its folder."""
+    logger_backends: list[str] = field(default_factory=lambda: ["tensorboard"])
+    """RLinf's metric loggers: tensorboard, wandb, swanlab."""
+
+
+@dataclass
+class RunnerConfig:
+    """The training loop."""
+
+    task_type: str = "embodied"
+    """RLinf's task family; only embodied is supported."""
+    max_steps: int = 10
+    """Training iterations (rollout + update)."""
+    max_epochs: int = 1_000_000
+    """RLinf's outer bound on iterations; ``max_steps`` is the one to set."""
+    val_check_interval: int = -1
+    """Evaluate every this many iterations; -1 never. The last iteration is always evaluated."""
+    eval_before_training: bool = False
+    """Evaluate the starting weights first, for a before/after comparison."""
+    save_interval: int = -1
+    """Save a checkpoint every this many iterations; -1 never."""
+    resume_dir: str | None = None
+    """A ``global_step_N`` folder to continue from."""
+    ckpt_path: str | None = None
+    """Weights (a state dict of the policy) to load after the model is built."""
+    only_eval: bool = False
+    """Evaluate the starting weights and stop."""
+    weight_sync_interval: int = 1
+    """Send weights to the rollout workers every this many iterations."""
+    use_training_pipeline: bool = False
+    """Train on each rollout epoch while the next one is collected."""
+    stall_timeout: float = 600.0
+    """Seconds without any progress after which a run is stopped with an error."""
+    logger: LoggerConfig = field(default_factory=LoggerConfig)
+    """Where the run writes."""
+
+
+@dataclass
+class RLConfig:
+    """The method: Flow-SDE sampling, group advantages, PPO. Defaults follow the paper's setting."""
+
+    denoising_steps: int = 10
+    """K: denoising steps of the action expert while training."""
+    eval_denoising_steps: int = 10
+    """K of the deterministic policy in evaluation."""
+    sigma_shift: float | None = None
+    """Sigma shift of the denoising grid; null takes the checkpoint's own."""
+    noise_level: float = 0.5
+    """a: noise level of the stochastic denoising steps."""
+    stochastic_steps: str = "one_random"
+    """Which steps are stochastic: one_random (each sample draws one), window (the steps listed in
+    ``window``), all."""
+    window: list[int] = field(default_factory=list)
+    """Step indices of ``stochastic_steps: window``."""
+    ignore_last: bool | None = None
+    """Keep step K-1 deterministic, whose noise stays on the executed action. Null = when K > 1."""
+    sde: str = "sde"
+    """The stochastic step: sde (keeps the ODE's marginals) or cps (keeps the noise level)."""
+    logprob_reduction: str = "sum"
+    """sum: the density of the executed actions; mean: per dimension (tempered)."""
+    recompute_logprobs: bool = True
+    """Re-score each batch in the learner before its first update, so that ratios start at 1."""
+    max_logprob_drift: float = 0.05
+    """Largest allowed |recorded - re-scored| log-prob of a macro-step, in nats, before it is an
+    error. Raise it for bf16 rollouts."""
+    group_size: int = 8
+    """Episodes that share task and initial state; their mean return is the baseline."""
+    degenerate: str = "drop"
+    """Groups that all succeeded or all failed: drop, rec_only or keep."""
+    min_group_std: float = 1e-3
+    """Floor of the divisor of group advantages."""
+    max_resample: int = 3
+    """Rollouts in a row without any usable group before the run stops with an error."""
+    clip_low: float = 0.2
+    """PPO: the ratio is clipped below at 1 - clip_low."""
+    clip_high: float = 0.2
+    """PPO: the ratio is clipped above at 1 + clip_high."""
+    dual_clip: float = 3.0
+    """PPO: bound of the loss of bad actions, > 1."""
+    update_epochs: int = 2
+    """PPO passes over each batch of rollouts."""
+    action_lr: float = 5e-6
+    """Learning rate of the action expert and the proprio encoder."""
+
+
+@dataclass
+class AlgorithmConfig:
+    """RLinf's algorithm section; most values come from ``RL``."""
+
+    adv_type: str = "wamrl_group"
+    """Registered advantage."""
+    loss_type: str = "wamrl_flow_ppo"
+    """Registered policy loss."""
+    reward_type: str = "chunk_level"
+    """One advantage per macro-step."""
+    logprob_type: str = "chunk_level"
+    """One log-prob per macro-step."""
+    entropy_type: str = "chunk_level"
+    """Unused: a flow policy has no closed-form entropy."""
+    entropy_bonus: float = 0.0
+    """Must stay 0, for the same reason."""
+    kl_beta: float = 0.0
+    """Unused by wamrl_flow_ppo."""
+    normalize_advantages: bool = False
+    """Group advantages are normalised per group already."""
+    group_size: int = II("RL.group_size")
+    """Episodes per group."""
+    update_epoch: int = II("RL.update_epochs")
+    """PPO passes over each batch."""
+    clip_ratio_low: float = II("RL.clip_low")
+    """PPO clip below 1."""
+    clip_ratio_high: float = II("RL.clip_high")
+    """PPO clip above 1."""
+    clip_ratio_c: float = II("RL.dual_clip")
+    """PPO dual clip."""
+    gamma: float = 1.0
+    """Discount; the return of an episode is undiscounted."""
+    gae_lambda: float = 1.0
+    """Unused by group advantages."""
+
+
+@dataclass
+class VideoConfig:
+    """RLinf's episode videos."""
+
+    save_video: bool = False
+    """Write an mp4 of the episodes."""
+    video_base_dir: str = "${runner.logger.log_path}/${runner.logger.experiment_name}/video"
+    """Where to."""
+    info_on_video: bool = False
+    """Print step information onto the frames."""
+    fps: int = 20
+    """Frames per second."""
+
+
+@dataclass
+class EnvSideConfig:
+    """LIBERO environments of one side, training or evaluation."""
+
+    env_type: str = "wamrl_libero"
+    """RLinf's environment type."""
+    task_suite_name: str = MISSING
+    """wamrl_demo (in the package), libero_spatial, libero_object, libero_goal or libero_10."""
+    task_ids: list[int] = MISSING
+    """Tasks of the suite to use; an empty list means all."""
+    init_state_range: list[int] = MISSING
+    """[first, past the last] stored initial state of each task."""
+    total_num_envs: int = MISSING
+    """Environments that run side by side, over all env workers."""
+    group_size: int = MISSING
+    """Neighbouring environments that share task and initial state."""
+    rollout_epoch: int = 1
+    """Rounds of total_num_envs episodes per iteration."""
+    max_episode_steps: int | None = None
+    """Step limit of an episode; null takes the suite's."""
+    max_steps_per_rollout_epoch: int = MISSING
+    """Environment steps per round, a multiple of the executed actions per chunk."""
+    image_size: int = MISSING
+    """Height and width of each camera's picture, in pixels."""
+    render_quality: str = "stock"
+    """stock (as in released data), fast (no multisampling, no reflections), light (fast + a robot
+    drawn with fewer faces)."""
+    max_texture_size: int | None = None
+    """Shrink textures to this many pixels to save memory; null keeps them."""
+    num_settle_steps: int | None = None
+    """Idle steps after a reset; null takes the suite's."""
+    action_video_freq_ratio: int = 4
+    """Actions per video frame."""
+    num_future_frames: int = 2
+    """Frames captured inside a chunk, at multiples of the ratio."""
+    assets_dir: str | None = None
+    """Folder with a real suite's assets; null looks at $LIBERO_ASSETS and the installed extra."""
+    num_processes: int | None = None
+    """Simulator processes per env worker; null takes the CPU count."""
+    seed: int = 0
+    """Root of the choice of tasks and initial states."""
+    auto_reset: bool = False
+    """Must stay false: an episode ends a slot's round."""
+    ignore_terminations: bool = False
+    """Go on after success until the step limit."""
+    enable_offload: bool = False
+    """RLinf: release the simulator's memory between rollouts."""
+    video_cfg: VideoConfig = field(default_factory=VideoConfig)
+    """Episode videos."""
+
+
+@dataclass
+class EnvConfig:
+    """Environments."""
+
+    group_name: str = "EnvGroup"
+    """RLinf worker group name."""
+    train: EnvSideConfig = field(default_factory=EnvSideConfig)
+    """Environments that produce training data."""
+    eval: EnvSideConfig = field(default_factory=EnvSideConfig)
+    """Environments of the evaluation: each (task, initial state) once."""
+
+
+@dataclass
+class RolloutModelConfig:
+    """The rollout worker's copy of the model."""
+
+    model_path: str = II("actor.model.model_path")
+    """As the actor's."""
+    precision: str = II("actor.model.precision")
+    """fp32 or bf16."""
+
+
+@dataclass
+class RolloutConfig:
+    """The rollout worker."""
+
+    group_name: str = "RolloutGroup"
+    """RLinf worker group name."""
+    backend: str = "huggingface"
+    """RLinf's embodied rollout backend."""
+    pipeline_stage_num: int = 1
+    """Batches of environments that take turns, so that policy and simulator overlap."""
+    enable_offload: bool = False
+    """RLinf: move the model off the device between rollouts."""
+    model: RolloutModelConfig = field(default_factory=RolloutModelConfig)
+    """The worker's copy of the model."""
+    num_threads: int | None = None
+    """CPU threads of the policy; null leaves torch's default."""
+
+
+@dataclass
+class SamplingConfig:
+    """What the policy needs of ``RL``."""
+
+    denoising_steps: int = II("RL.denoising_steps")
+    """K while training."""
+    eval_denoising_steps: int = II("RL.eval_denoising_steps")
+    """K in evaluation."""
+    noise_level: float = II("RL.noise_level")
+    """a."""
+    stochastic_steps: str = II("RL.stochastic_steps")
+    """one_random, window or all."""
+    window: list[int] = II("RL.window")
+    """Steps of the window."""
+    ignore_last: bool | None = II("RL.ignore_last")
+    """Keep the last step deterministic."""
+    variant: str = II("RL.sde")
+    """sde or cps."""
+    shift: float | None = II("RL.sigma_shift")
+    """Sigma shift; null takes the checkpoint's."""
+    seed: int = II("actor.seed")
+    """Root of the random streams."""
+
+
+@dataclass
+class ModelConfig:
+    """The World-Action Model."""
+
+    model_type: str = "wamrl"
+    """RLinf model type, registered by this package."""
+    model_path: str = MISSING
+    """A checkpoint folder, or the name of one that ships with the package (for example small)."""
+    precision: str = "fp32"
+    """fp32 or bf16."""
+    is_lora: bool = False
+    """Must stay false: RLinf's own LoRA does not know this model."""
+    num_action_chunks: int = MISSING
+    """C: actions executed before replanning."""
+    action_dim: int = 7
+    """A: width of an action."""
+    sampling: SamplingConfig = field(default_factory=SamplingConfig)
+    """How chunks are sampled."""
+
+
+@dataclass
+class OptimConfig:
+    """AdamW of the action expert."""
+
+    lr: float = II("RL.action_lr")
+    """Learning rate."""
+    value_lr: float = 0.0
+    """Unused: there is no value head."""
+    adam_beta1: float = 0.9
+    """First moment decay."""
+    adam_beta2: float = 0.95
+    """Second moment decay."""
+    adam_eps: float = 1e-8
+    """Denominator floor."""
+    weight_decay: float = 0.01
+    """Decoupled weight decay."""
+    clip_grad: float = 1.0
+    """Gradient norm bound."""
+    lr_scheduler: str = "constant"
+    """constant or cosine."""
+    lr_warmup_steps: int = 0
+    """Iterations of linear warm-up."""
+    total_training_steps: int = II("runner.max_steps")
+    """Iterations the schedule is laid out for."""
+
+
+@dataclass
+class FSDPConfig:
+    """RLinf's sharding section."""
+
+    strategy: str = "fsdp2"
+    """fsdp2 or fsdp."""
+    sharding_strategy: str = "no_shard"
+    """FSDP1 only: no_shard, shard_grad_op, full_shard."""
+    use_orig_params: bool = True
+    """FSDP1 only: needed as only parts are trained."""
+    gradient_checkpointing: bool = False
+    """Recompute activations in the backward pass."""
+    enable_gradient_accumulation: bool = False
+    """Synchronise gradients only at the last micro-batch."""
+    wrap_policy: dict[str, Any] = field(default_factory=lambda: {"no_split_names": ["__none__"]})
+    """Root only: the experts reach into each other's blocks."""
+    mixed_precision: dict[str, Any] = field(
+        default_factory=lambda: {"param_dtype": None, "reduce_dtype": None, "buffer_dtype": None}
+    )
+    """FSDP mixed precision; null everywhere trains in the model's precision."""
+    cpu_offload: bool = False
+    """Keep parameters on the CPU."""
+    reshard_after_forward: bool = True
+    """FSDP2 only."""
+
+
+@dataclass
+class ActorConfig:
+    """The learner."""
+
+    group_name: str = "ActorGroup"
+    """RLinf worker group name."""
+    training_backend: str = "fsdp"
+    """RLinf training backend."""
+    micro_batch_size: int = MISSING
+    """Macro-steps per forward and backward pass of a rank."""
+    global_batch_size: int = MISSING
+    """Macro-steps per optimiser step over all ranks; a multiple of micro batch x ranks."""
+    seed: int = 1234
+    """Order of the macro-steps, weights of new modules, random streams of the sampler."""
+    enable_offload: bool = False
+    """RLinf: move weights and optimiser off the device between updates."""
+    model: ModelConfig = field(default_factory=ModelConfig)
+    """The model."""
+    optim: OptimConfig = field(default_factory=OptimConfig)
+    """Optimiser of the action expert."""
+    fsdp_config: FSDPConfig = field(default_factory=FSDPConfig)
+    """Sharding."""
+    num_threads: int | None = None
+    """CPU threads of the learner; null leaves torch's default."""
+
+
+@dataclass
+class BucketConfig:
+    """RLinf's bucket weight syncer."""
+
+    bucket_size: int = 134217728
+    """Bytes per message."""
+    bucket_dtype: str | None = None
+    """Cast for transport; null keeps the dtype."""
+    is_agent: bool = False
+    """RLinf: language-model agents only."""
+    load_instant: bool = False
+    """Load each bucket on arrival; needs an accelerator."""
+
+
+@dataclass
+class WeightSyncerConfig:
+    """How weights travel from learner to rollout workers."""
+
+    type: str = "bucket"
+    """RLinf weight syncer."""
+    bucket: BucketConfig = field(default_factory=BucketConfig)
+    """Its options."""
+
+
+@dataclass
+class RewardConfig:
+    """RLinf's reward component."""
+
+    use_reward_model: bool = False
+    """Run a reward worker."""
+
+
+@dataclass
+class CriticConfig:
+    """RLinf's critic component."""
+
+    use_critic_model: bool = False
+    """Must stay false: advantages are group-relative."""
+
+
+@dataclass
+class RunConfig:
+    """A whole run."""
+
+    cluster: ClusterConfig = field(default_factory=ClusterConfig)
+    """Where components run."""
+    runner: RunnerConfig = field(default_factory=RunnerConfig)
+    """The training loop."""
+    RL: RLConfig = field(default_factory=RLConfig)
+    """The method."""
+    algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
+    """RLinf's algorithm section."""
+    env: EnvConfig = field(default_factory=EnvConfig)
+    """Environments."""
+    rollout: RolloutConfig = field(default_factory=RolloutConfig)
+    """The rollout worker."""
+    actor: ActorConfig = field(default_factory=ActorConfig)
+    """The learner."""
+    weight_syncer: WeightSyncerConfig = field(default_factory=WeightSyncerConfig)
+    """How weights travel."""
+    reward: RewardConfig = field(default_factory=RewardConfig)
+    """Reward component."""
+    critic: CriticConfig = field(default_factory=CriticConfig)
+    """Critic component."""

@@ -1,0 +1,280 @@
+"""The World-Action Model as an RLinf embodied policy.
+
+``predict_action_batch`` samples chunks in the rollout worker, ``forward`` scores recorded chunks in
+the learner. Both meet in ``forward_inputs``, a flat dict of tensors with all that the learner needs
+to recompute a log-probability: the image, the proprioception, the instruction and the chain.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from rlinf.models.embodiment.base_policy import BasePolicy, ForwardType
+from torch import Tensor, nn
+
+from rlinf_wamrl.processing import Processor, pixels_to_unit
+from rlinf_wamrl.rl import flow_sde
+from rlinf_wamrl.wam.state import WAMState
+
+__all__ = [
+    "SamplingSettings",
+    "WAMPolicy",
+    "pack_instructions",
+    "random_stream",
+    "unpack_instructions",
+]
+
+INSTRUCTION_BYTES = 256
+"""Room for an instruction in a record, UTF-8, padded with zeros."""
+
+RECORD_IDS = ("task_id", "seed", "group_id", "episode_id", "elapsed_steps")
+"""Integers of the observation that travel with every macro-step."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SamplingSettings:
+    """How actions are sampled and scored."""
+
+    num_executed: int  # C, actions executed before replanning
+    denoising_steps: int  # K while training
+    eval_denoising_steps: int  # K of the deterministic policy
+    noise_level: float  # a
+    stochastic_steps: str | tuple[int, ...] = "one_random"  # or "all", or listed steps
+    ignore_last: bool | None = None  # leave out step K-1; None = when K > 1
+    variant: str = "sde"  # or "cps"
+    shift: float | None = None  # overrides the checkpoint's sigma shift
+    seed: int = 0  # root of all random streams
+
+
+class WAMPolicy(nn.Module, BasePolicy):
+    """A World-Action Model with everything around it: autoencoder, text encoder, processor.
+
+    Submodules are ``wam`` (trained in parts) and ``vae`` (always frozen). The text encoder has no
+    trained weights here and is asked once per instruction.
+    """
+
+    def __init__(
+        self,
+        *,
+        wam: nn.Module,
+        vae: nn.Module,
+        text_encoder: Any,
+        processor: Processor,
+        settings: SamplingSettings,
+    ) -> None:
+        """Join the parts; parameters of ``vae`` are frozen."""
+        super().__init__()
+        config = wam.config
+        if not 1 <= settings.num_executed <= config.action_horizon:
+            raise ValueError(
+                f"num_action_chunks = {settings.num_executed} must be within 1.."
+                f"{config.action_horizon}, the actions this model predicts"
+            )
+        self.wam = wam
+        self.vae = vae.requires_grad_(False)
+        self.text_encoder = text_encoder
+        self.processor = processor
+        self.settings = settings
+        self.action_dim = config.action_dit_config.action_dim
+        self._contexts: dict[str, tuple[Tensor, Tensor]] = {}
+        self._generator = torch.Generator().manual_seed(settings.seed)
+
+    @property
+    def device(self) -> torch.device:
+        """Where the model's weights are."""
+        return next(self.wam.parameters()).device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Dtype of the model's weights."""
+        return next(self.wam.parameters()).dtype
+
+    def state(self, image: Tensor, proprio: Tensor, instructions: Sequence[str]) -> WAMState:
+        """Encode a batch of observations.
+
+        Args:
+            image: uint8 [B,3,H,W], both cameras side by side.
+            proprio: float32 [B,P], normalised.
+            instructions: B task instructions.
+        """
+        context, mask = self.context(instructions)
+        with torch.no_grad():
+            pixels = pixels_to_unit(image.to(self.device), self.dtype)
+            first_frame = self.vae.encode(pixels.unsqueeze(2))
+        return WAMState(
+            first_frame=first_frame.to(self.dtype),
+            context=context,
+            context_mask=mask,
+            proprio=proprio.to(self.device, self.dtype),
+        )
+
+    def context(self, instructions: Sequence[str]) -> tuple[Tensor, Tensor]:
+        """Return the text embeddings [B,L,D] and mask [B,L]; each instruction is encoded once."""
+        missing = sorted(set(instructions) - self._contexts.keys())
+        if missing:
+            with torch.no_grad():
+                embeddings, masks = self.text_encoder.encode(missing)
+            for row, instruction in enumerate(missing):
+                self._contexts[instruction] = (embeddings[row], masks[row])
+        pairs = [self._contexts[instruction] for instruction in instructions]
+        context = torch.stack([embedding for embedding, _ in pairs])
+        mask = torch.stack([mask for _, mask in pairs])
+        return context.to(self.device, self.dtype), mask.to(self.device)
+
+    @torch.no_grad()
+    def predict_action_batch(
+        self, env_obs: Mapping[str, Any], mode: str = "train", **_: Any
+    ) -> tuple[Tensor, dict[str, Any]]:
+        """Choose the next chunk for B environments.
+
+        Args:
+            env_obs: ``main_images`` and ``wrist_images`` uint8 [B,H,W,3], ``states`` [B,P] raw,
+                ``task_descriptions`` (B strings); ``episode_id`` and ``elapsed_steps`` int64 [B]
+                key the random stream of each sample, so that a chunk depends on its episode and
+                not on the batch it was computed in (without them, the own generator serves).
+            mode: ``train`` samples by Flow-SDE; ``eval`` follows the ODE.
+
+        Returns:
+            Actions for the simulator, float32 [B,C,A], and RLinf's result dict; its
+            ``prev_logprobs`` are [B,C,A] and its ``forward_inputs`` the record of a macro-step.
+        """
+        if mode not in ("train", "eval"):
+            raise ValueError(f"mode must be 'train' or 'eval', got {mode!r}")
+        settings = self.settings
+        image = self.processor.images(env_obs["main_images"], env_obs["wrist_images"])
+        proprio = self.processor.proprio(env_obs["states"])
+        instructions = list(env_obs["task_descriptions"])
+        cache = self.wam.prefill(self.state(image, proprio, instructions))
+        noise = self._noise(env_obs, mode, batch_size=len(instructions))
+        if mode == "eval":
+            grid = self._grid(settings.eval_denoising_steps)
+            final = flow_sde.sample_ode(self.wam, cache, grid, noise.initial)
+            return self.processor.executable_actions(final[:, : settings.num_executed].cpu()), {}
+        chain, elements = flow_sde.sample_chain_elements(
+            self.wam,
+            cache,
+            self._grid(settings.denoising_steps),
+            noise,
+            settings.noise_level,
+            num_executed=settings.num_executed,
+            variant=settings.variant,
+        )
+        actions = self.processor.executable_actions(chain[:, -1, : settings.num_executed].cpu())
+        record = {
+            "action": actions.flatten(1),
+            "chain": chain,
+            "k_star": noise.k_star,
+            "logp_old": flow_sde.reduce_logprob(elements, None, "sum"),
+            "image": image,
+            "proprio": proprio,
+            "instruction": pack_instructions(instructions),
+        }
+        for name in RECORD_IDS:
+            if name in env_obs:
+                record[name] = torch.as_tensor(env_obs[name])
+        return actions, {
+            "prev_logprobs": elements.sum(dim=1),
+            "prev_values": None,
+            "forward_inputs": {key: value.cpu() for key, value in record.items()},
+        }
+
+    def forward(self, forward_type: ForwardType = ForwardType.DEFAULT, **kwargs: Any) -> Any:
+        """Dispatch on ``forward_type``: the only call that a sharded model hooks."""
+        if forward_type is not ForwardType.DEFAULT:
+            raise ValueError(f"WAMPolicy has no forward of type {forward_type.value!r}")
+        return self.default_forward(**kwargs)
+
+    def default_forward(
+        self, forward_inputs: Mapping[str, Tensor], **_: Any
+    ) -> dict[str, Tensor | None]:
+        """Score recorded chunks, with gradients to the action expert and the proprio encoder.
+
+        Args:
+            forward_inputs: a batch of the records of :meth:`predict_action_batch`; with
+                ``executed_mask`` bool [B,C], actions that did not run score 0.
+
+        Returns:
+            ``logprobs`` float32 [B,C,A]; ``values`` and ``entropy`` are None.
+        """
+        settings = self.settings
+        device = self.device
+        instructions = unpack_instructions(forward_inputs["instruction"])
+        state = self.state(forward_inputs["image"], forward_inputs["proprio"], instructions)
+        elements = flow_sde.logprob_chain_elements(
+            self.wam,
+            self.wam.prefill(state),
+            self._grid(settings.denoising_steps),
+            forward_inputs["chain"].to(device),
+            forward_inputs["k_star"].to(device),
+            settings.noise_level,
+            num_executed=settings.num_executed,
+            variant=settings.variant,
+        )
+        logprobs = elements.sum(dim=1)
+        executed = forward_inputs.get("executed_mask")
+        if executed is not None:
+            logprobs = logprobs * executed.to(device).unsqueeze(-1)
+        return {"logprobs": logprobs, "values": None, "entropy": None}
+
+    def _grid(self, num_steps: int) -> flow_sde.FlowGrid:
+        return flow_sde.inference_grid(
+            self.wam, num_steps, shift=self.settings.shift, device=self.device
+        )
+
+    def _noise(self, env_obs: Mapping[str, Any], mode: str, batch_size: int) -> flow_sde.ChainNoise:
+        settings = self.settings
+        generators: Any = self._generator
+        if "episode_id" in env_obs:
+            episodes = torch.as_tensor(env_obs["episode_id"]).tolist()
+            steps = torch.as_tensor(env_obs["elapsed_steps"]).tolist()
+            generators = [
+                random_stream(settings.seed, mode, episode, step)
+                for episode, step in zip(episodes, steps, strict=True)
+            ]
+        noise = flow_sde.draw_chain_noise(
+            generators,
+            batch_size=batch_size,
+            horizon=self.wam.config.action_horizon,
+            action_dim=self.action_dim,
+            num_steps=settings.denoising_steps,
+            stochastic_steps=settings.stochastic_steps,
+            ignore_last=settings.ignore_last,
+        )
+        return flow_sde.ChainNoise(
+            initial=noise.initial.to(self.device),
+            step=noise.step.to(self.device),
+            k_star=noise.k_star.to(self.device),
+        )
+
+
+def random_stream(*key: int | str) -> torch.Generator:
+    """Return a generator that is a pure function of ``key``, on every machine."""
+    digest = hashlib.sha256(repr(key).encode()).digest()
+    return torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
+
+
+def pack_instructions(instructions: Sequence[str]) -> Tensor:
+    """Store instructions as uint8 [B, 256], UTF-8 padded with zeros.
+
+    Raises:
+        ValueError: an instruction is longer than 256 bytes.
+    """
+    packed = torch.zeros(len(instructions), INSTRUCTION_BYTES, dtype=torch.uint8)
+    for row, instruction in zip(packed, instructions, strict=True):
+        encoded = instruction.encode()
+        if len(encoded) > INSTRUCTION_BYTES:
+            raise ValueError(
+                f"an instruction may have {INSTRUCTION_BYTES} bytes, this one has {len(encoded)}: "
+                f"{instruction!r}"
+            )
+        row[: len(encoded)] = torch.frombuffer(bytearray(encoded), dtype=torch.uint8)
+    return packed
+
+
+def unpack_instructions(packed: Tensor) -> list[str]:
+    """Invert :func:`pack_instructions`."""
+    return [bytes(row).rstrip(b"\0").decode() for row in packed.cpu().numpy()]

@@ -1,0 +1,88 @@
+"""Starts a run: Ray, worker groups, runner; and ends it whatever happens."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+from omegaconf import DictConfig, OmegaConf, open_dict
+
+from rlinf_wamrl.report.console import Console, duration
+from rlinf_wamrl.runtime.ray_session import ray_session
+
+__all__ = ["run_training"]
+
+
+def run_training(cfg: DictConfig, console: Console) -> None:
+    """Run a validated configuration to its end.
+
+    Raises:
+        WorkerFailedError: a worker failed or died.
+    """
+    started = time.monotonic()
+    folder = Path(cfg.runner.logger.log_path) / cfg.runner.logger.experiment_name
+    folder.mkdir(parents=True, exist_ok=True)
+    OmegaConf.save(cfg, folder / "config.yaml")
+    console.line(f"run folder {folder}")
+    console.phase("starting Ray")
+    with ray_session(cfg.cluster, folder / "worker_logs"):
+        _run_on_cluster(cfg, console, started)
+    console.line(
+        f"done in {duration(time.monotonic() - started)}; logs, checkpoints and TensorBoard files "
+        f"are in {folder}"
+    )
+
+
+def _run_on_cluster(cfg: DictConfig, console: Console, started: float) -> None:
+    import rlinf_wamrl
+    from rlinf_wamrl.runtime.failures import raise_worker_failures
+    from rlinf_wamrl.runtime.rlinf_compat import report_worker_failures
+
+    # RLinf swallows errors of a plugin's register(); here they reach the user
+    rlinf_wamrl.register()
+    report_worker_failures()
+
+    from rlinf.config import validate_cfg
+    from rlinf.scheduler import Cluster
+    from rlinf.utils.placement import HybridComponentPlacement
+
+    from rlinf_wamrl.runtime.runner import WAMRunner
+    from rlinf_wamrl.workers.env_worker import WAMEnvWorker
+    from rlinf_wamrl.workers.learner import WAMLearner
+    from rlinf_wamrl.workers.rollout_worker import WAMRolloutWorker
+
+    cfg = validate_cfg(_for_rlinf(cfg))
+    cluster = Cluster(cluster_cfg=cfg.cluster, distributed_log_dir=None)
+    raise_worker_failures()
+    console.phase("starting workers")
+    placement = HybridComponentPlacement(cfg, cluster)
+    groups = {}
+    classes = {"actor": WAMLearner, "rollout": WAMRolloutWorker, "env": WAMEnvWorker}
+    for component, worker in classes.items():
+        groups[component] = worker.create_group(cfg).launch(
+            cluster,
+            name=cfg[component].group_name,
+            placement_strategy=placement.get_strategy(component),
+        )
+    runner = WAMRunner(cfg, console=console, **groups)
+    console.phase("building models and environments")
+    runner.init_workers()
+    console.line(f"ready after {duration(time.monotonic() - started)}")
+    runner.run()
+
+
+def _for_rlinf(cfg: DictConfig) -> DictConfig:
+    """Return a copy in RLinf's own terms, which it may extend."""
+    copy = OmegaConf.create(OmegaConf.to_container(cfg, resolve=True))
+    with open_dict(copy):
+        for key in ("num_cpus", "object_store_gib"):
+            copy.cluster.pop(key)
+        copy.runner.logger.log_path = str(
+            Path(cfg.runner.logger.log_path).resolve() / cfg.runner.logger.experiment_name
+        )
+        # evaluation environments exist only when RLinf thinks it evaluates
+        if copy.runner.eval_before_training and copy.runner.val_check_interval <= 0:
+            copy.runner.val_check_interval = copy.runner.max_steps + 1
+        copy.rollout.collect_prev_infos = True
+        copy.rollout.collect_transitions = False
+    return copy

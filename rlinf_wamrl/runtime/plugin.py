@@ -1,0 +1,64 @@
+"""What RLinf learns from this package: a model, an environment, a loss, an advantage."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from rlinf_wamrl.rl.advantage import group_advantages, step_advantages
+from rlinf_wamrl.rl.losses import ppo_flow_loss
+from rlinf_wamrl.runtime.rlinf_compat import add_environment_type, install_cpu_platform
+
+__all__ = ["ADVANTAGE_NAME", "ENV_TYPE", "LOSS_NAME", "MODEL_TYPE", "register"]
+
+MODEL_TYPE = "wamrl"
+ENV_TYPE = "wamrl_libero"
+LOSS_NAME = "wamrl_flow_ppo"
+ADVANTAGE_NAME = "wamrl_group"
+
+
+def register() -> None:
+    """Register everything in RLinf's registries; calling it again changes nothing."""
+    from rlinf.algorithms.registry import register_advantage, register_policy_loss
+    from rlinf.models import register_model
+
+    install_cpu_platform()
+    add_environment_type(ENV_TYPE, "rlinf_wamrl.envs.rlinf_env:WAMLiberoEnv")
+    register_model(MODEL_TYPE, _build_policy, category="embodied", force=True)
+    register_policy_loss(LOSS_NAME)(ppo_flow_loss)
+    register_advantage(ADVANTAGE_NAME)(_group_advantage)
+
+
+def _build_policy(cfg: Any, torch_dtype: Any) -> Any:
+    from rlinf_wamrl.policy_builder import build_policy
+
+    return build_policy(cfg, torch_dtype)
+
+
+def _group_advantage(
+    rewards: Tensor,
+    loss_mask: Tensor,
+    group_size: int,
+    degenerate: str = "drop",
+    min_group_std: float = 1e-3,
+    **_: object,
+) -> tuple[Tensor, None]:
+    """Adapt group advantages to RLinf's registry.
+
+    Args:
+        rewards: [G, group_size] episode returns.
+        loss_mask: [T, B] bool, macro-steps before the end of an episode.
+        group_size: episodes per group.
+        degenerate: see :func:`~rlinf_wamrl.rl.advantage.group_advantages`.
+        min_group_std: likewise.
+        **_: further keywords of RLinf's registry, unused.
+
+    Returns:
+        Advantages [T, B], and no returns.
+    """
+    returns = rewards.flatten()
+    groups = group_advantages(
+        returns, returns, group_size, degenerate=degenerate, min_std=min_group_std
+    )
+    return step_advantages(groups.advantage, loss_mask.bool(), group_size), None

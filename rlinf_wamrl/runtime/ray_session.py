@@ -1,0 +1,90 @@
+"""A private Ray for one run, or the user's own cluster when one is named.
+
+RLinf's ``Cluster`` attaches to any Ray it finds on the machine, and starts one of its own with all
+defaults otherwise. Here a run either joins the cluster of ``RAY_ADDRESS``, or gets a small private
+one in a folder of its own that ends with it.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+from omegaconf import DictConfig
+
+__all__ = ["ray_session"]
+
+_QUIET = {
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+    "RAY_DISABLE_IMPORT_WARNING": "1",
+    "HF_HUB_OFFLINE": "1",
+    "WANDB_MODE": "offline",
+}
+"""Nothing calls out at run time unless the user set it otherwise."""
+
+
+@contextmanager
+def ray_session(cluster: DictConfig, log_folder: Path) -> Iterator[None]:
+    """Provide Ray for the body; afterwards stop what was started and keep the worker logs.
+
+    Args:
+        cluster: the run's ``cluster`` section.
+        log_folder: where the workers' logs go when Ray was private.
+    """
+    for name, value in _QUIET.items():
+        os.environ.setdefault(name, value)
+    os.environ["RLINF_EXT_MODULE"] = "rlinf_wamrl"
+    import ray
+
+    if os.environ.get("RAY_ADDRESS"):
+        try:
+            yield
+        finally:
+            ray.shutdown()
+        return
+    if cluster.num_nodes > 1:
+        raise ConnectionError(
+            f"cluster.num_nodes = {cluster.num_nodes} needs a running Ray cluster; start Ray on "
+            "each node and set RAY_ADDRESS to the head's address"
+        )
+    # unix sockets in it must stay below 108 bytes, so not in the run folder
+    folder = Path(tempfile.mkdtemp(prefix="wamrl_"))
+    original = ray.init
+
+    def private_init(*args: Any, **kwargs: Any) -> Any:
+        if kwargs.get("address") == "auto":
+            raise ConnectionError("this run starts its own Ray")
+        return original(
+            *args,
+            num_cpus=cluster.num_cpus or os.cpu_count(),
+            object_store_memory=int(cluster.object_store_gib * 2**30),
+            include_dashboard=False,
+            log_to_driver=False,
+            _temp_dir=str(folder),
+            **kwargs,
+        )
+
+    ray.init = private_init
+    try:
+        yield
+    finally:
+        ray.init = original
+        ray.shutdown()
+        with suppress(OSError):
+            _keep_logs(folder, log_folder)
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _keep_logs(ray_folder: Path, log_folder: Path) -> None:
+    """Copy what workers printed; Ray's own service logs stay behind."""
+    for session in ray_folder.glob("session_2*"):
+        for log in sorted((session / "logs").glob("worker-*")):
+            if log.stat().st_size:
+                log_folder.mkdir(parents=True, exist_ok=True)
+                shutil.copy(log, log_folder / log.name)

@@ -1,0 +1,279 @@
+"""The training loop: RLinf's embodied runner, with progress, resampling and whole checkpoints."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import ray
+from omegaconf import DictConfig
+from rlinf.runners.embodied_runner import EmbodiedRunner
+
+from rlinf_wamrl.report.console import Console, duration, wilson_interval
+from rlinf_wamrl.rl.advantage import all_groups_degenerate_message
+from rlinf_wamrl.runtime.rlinf_compat import own_actor_channel
+
+__all__ = ["NoLearningSignalError", "WAMRunner"]
+
+
+class NoLearningSignalError(RuntimeError):
+    """Several rollouts in a row had no group to learn from."""
+
+
+class WAMRunner(EmbodiedRunner):
+    """Rollout, advantages, update, evaluation, checkpoint; one summary line per iteration."""
+
+    def __init__(
+        self, cfg: DictConfig, actor: Any, rollout: Any, env: Any, console: Console
+    ) -> None:
+        """Join the worker groups; channels are created here."""
+        with own_actor_channel(cfg):
+            super().__init__(cfg=cfg, actor=actor, rollout=rollout, env=env)
+        self.console = console
+        self.run_folder = run_folder(cfg)
+        self.rollout_index = 0
+        self._episodes = cfg.env.train.total_num_envs * cfg.env.train.rollout_epoch
+        self._eval_episodes = cfg.env.eval.total_num_envs * cfg.env.eval.rollout_epoch
+        self._iteration_seconds: list[float] = []
+
+    def init_workers(self) -> None:
+        """Build models and environments, and load the checkpoint of ``runner.resume_dir``."""
+        super().init_workers()
+        resume = self.cfg.runner.resume_dir
+        if resume is not None:
+            state = json.loads((Path(resume) / "runner.json").read_text())
+            self.rollout_index = state["rollout_index"]
+
+    def run(self) -> None:
+        """Train until ``runner.max_steps``, or evaluate once."""
+        if self.cfg.runner.only_eval:
+            self._evaluate("evaluation")
+            self._close()
+            return
+        if self.cfg.runner.eval_before_training and self.global_step == 0:
+            self._evaluate("evaluation before training")
+        while self.global_step < self.max_steps:
+            started = time.monotonic()
+            metrics = self._iterate()
+            self.global_step += 1
+            self._iteration_seconds.append(time.monotonic() - started)
+            self._report(metrics)
+            if self._is_due(self.cfg.runner.save_interval):
+                self._save_checkpoint()
+            if self._is_due(self.cfg.runner.val_check_interval):
+                self._evaluate(f"evaluation after iteration {self.global_step}")
+        self._close()
+
+    def evaluate(self) -> dict[str, list[Any]]:
+        """Run the evaluation episodes; returns each worker's per-episode metrics."""
+        env_handle = self.env.evaluate(
+            input_channel=self.env_channel,
+            rollout_channel=self.rollout_channel,
+            progress_channel=self.actor_channel,
+        )
+        rollout_handle = self.rollout.evaluate(
+            input_channel=self.rollout_channel, output_channel=self.env_channel
+        )
+        results = env_handle.wait()
+        rollout_handle.wait()
+        return results
+
+    def _iterate(self) -> dict[str, float]:
+        self.actor.set_global_step(self.global_step).wait()
+        with self._phase("sending weights"):
+            if self.global_step % self.weight_sync_interval == 0:
+                self.update_rollout_weights()
+        metrics = self._collect_until_useful()
+        with self._phase("learning"):
+            trained = self.actor.run_training().wait()
+        metrics.update({f"train/{name}": value for name, value in _mean_over(trained).items()})
+        durations = self.timer.consume_durations()
+        metrics.update({f"time/{name}": value for name, value in durations.items()})
+        return metrics
+
+    def _collect_until_useful(self) -> dict[str, float]:
+        attempts = self.cfg.RL.max_resample
+        for attempt in range(attempts):
+            metrics = self._collect()
+            if metrics["rollout/macro_steps"] > 0:
+                metrics["rollout/resampled"] = float(attempt)
+                return metrics
+            self.console.line(
+                f"  every group ended alike ({metrics['rollout/successes']:.0f}/"
+                f"{metrics['rollout/episodes']:.0f} successes): sampling other initial states"
+            )
+        raise NoLearningSignalError(
+            all_groups_degenerate_message(
+                attempts, int(metrics["rollout/successes"]), int(metrics["rollout/episodes"])
+            )
+        )
+
+    def _collect(self) -> dict[str, float]:
+        self.env.set_global_step(self.rollout_index).wait()
+        self.rollout_index += 1
+        with self._phase("rollouts", self._rollout_progress):
+            env_handle = self.env.interact(
+                input_channel=self.env_channel,
+                rollout_channel=self.rollout_channel,
+                reward_channel=None,
+                actor_channel=self.actor_channel,
+            )
+            rollout_handle = self.rollout.generate(
+                input_channel=self.rollout_channel,
+                output_channel=self.env_channel,
+                actor_channel=self.actor_channel,
+            )
+            self.actor.recv_rollout_trajectories(input_channel=self.actor_channel).wait()
+            rollout_handle.wait()
+            env_results = env_handle.wait()
+        with self._phase("advantages"):
+            counts = self.actor.compute_advantages_and_returns().wait()
+        metrics = {f"rollout/{name}": value for name, value in _sum_over(counts).items()}
+        lengths = [length for result in env_results for length in result["episode_len"].tolist()]
+        metrics["env/episode_len"] = sum(lengths) / len(lengths)
+        metrics["env/success_rate"] = metrics["rollout/successes"] / metrics["rollout/episodes"]
+        return metrics
+
+    def _evaluate(self, title: str) -> None:
+        with self._phase(title, self._eval_progress):
+            self.update_rollout_weights()
+            results = self.evaluate()
+        self.timer.consume_durations()
+        outcome = [bool(value) for result in results for value in result["success_once"]]
+        tasks = [int(value) for result in results for value in result["task_id"]]
+        metrics: dict[str, float] = {}
+        parts = []
+        for task in sorted(set(tasks)):
+            mine = [ok for ok, owner in zip(outcome, tasks, strict=True) if owner == task]
+            metrics[f"eval/success_rate/task_{task}"] = sum(mine) / len(mine)
+            parts.append(f"task {task} {_rate_text(sum(mine), len(mine))}")
+        metrics["eval/success_rate"] = sum(outcome) / len(outcome)
+        metrics["eval/episodes"] = float(len(outcome))
+        self.metric_logger.log(metrics, self.global_step)
+        record = {
+            "iteration": self.global_step,
+            "title": title,
+            "successes": sum(outcome),
+            "episodes": len(outcome),
+            "per_task": {
+                str(task): [
+                    sum(ok for ok, owner in zip(outcome, tasks, strict=True) if owner == task),
+                    tasks.count(task),
+                ]
+                for task in sorted(set(tasks))
+            },
+        }
+        with (self.run_folder / "evaluations.jsonl").open("a") as stream:
+            stream.write(json.dumps(record) + "\n")
+        self.console.line(f"{title}: {'; '.join(parts)}")
+
+    def _report(self, metrics: dict[str, float]) -> None:
+        self.metric_logger.log(metrics, self.global_step)
+        with (self.run_folder / "iterations.jsonl").open("a") as stream:
+            stream.write(json.dumps({"iteration": self.global_step, **metrics}) + "\n")
+        recent = self._iteration_seconds[-5:]
+        left = (self.max_steps - self.global_step) * sum(recent) / len(recent)
+        successes, episodes = metrics["rollout/successes"], metrics["rollout/episodes"]
+        self.console.line(
+            f"iteration {self.global_step}/{self.max_steps}  "
+            f"success {_rate_text(int(successes), int(episodes))}  "
+            f"groups used {metrics['rollout/groups'] - metrics['rollout/groups_degenerate']:.0f}"
+            f"/{metrics['rollout/groups']:.0f}  "
+            f"first ratio {metrics['train/actor/first_ratio']:.6f}  "
+            f"drift {metrics.get('train/actor/logprob_drift_max', float('nan')):.1e}  "
+            f"KL {metrics['train/actor/approx_kl_k3']:.4f}  "
+            f"clipped {metrics['train/actor/clip_fraction']:.3f}  "
+            f"|g| {metrics['train/actor/grad_norm']:.2f}  "
+            f"{self._iteration_seconds[-1]:.0f}s" + (f"  left {duration(left)}" if left else "")
+        )
+
+    def _is_due(self, interval: int) -> bool:
+        if interval <= 0:
+            return False
+        return self.global_step % interval == 0 or self.global_step == self.max_steps
+
+    def _save_checkpoint(self) -> None:
+        """Write the checkpoint under a temporary name and rename it when it is complete."""
+        parent = self.run_folder / "checkpoints"
+        final = parent / f"global_step_{self.global_step}"
+        partial = parent / f".partial_global_step_{self.global_step}"
+        shutil.rmtree(partial, ignore_errors=True)
+        (partial / "actor").mkdir(parents=True)
+        with self._phase("saving"):
+            self.actor.save_checkpoint(str(partial / "actor"), self.global_step).wait()
+            state = json.dumps({"rollout_index": self.rollout_index})
+            with (partial / "runner.json").open("w") as stream:
+                stream.write(state)
+                stream.flush()
+                os.fsync(stream.fileno())
+            shutil.rmtree(final, ignore_errors=True)
+            partial.rename(final)
+        self.console.line(f"checkpoint {final}")
+
+    def _close(self) -> None:
+        self._finish_run()
+        self.console.done()
+
+    @contextmanager
+    def _phase(self, name: str, progress: Callable[[], str] | None = None) -> Iterator[None]:
+        """Time a phase and keep the live line going while it lasts."""
+        self.console.phase(name)
+        stop = threading.Event()
+
+        def refresh() -> None:
+            while not stop.wait(0.5):
+                self.console.update(progress() if progress else "")
+
+        thread = threading.Thread(target=refresh, daemon=True)
+        thread.start()
+        try:
+            with self.timer(name.split(" after ")[0].replace(" ", "_")):
+                yield
+        finally:
+            stop.set()
+            thread.join()
+            self.console.done()
+
+    def _rollout_progress(self) -> str:
+        return self._progress(self._episodes)
+
+    def _eval_progress(self) -> str:
+        return self._progress(self._eval_episodes)
+
+    def _progress(self, total: int) -> str:
+        worker = self.actor_channel._main_channel_worker_actor
+        try:
+            episodes, successes = ray.get(worker.progress.remote(), timeout=2.0)
+        except Exception:  # the failure itself is reported by whoever waits for the worker
+            return ""
+        return f"iteration {self.global_step + 1}  episodes {episodes}/{total}  success {successes}"
+
+
+def run_folder(cfg: DictConfig) -> Path:
+    """Return the folder a run writes to."""
+    return Path(cfg.runner.logger.log_path) / cfg.runner.logger.experiment_name
+
+
+def _rate_text(successes: int, trials: int) -> str:
+    low, high = wilson_interval(successes, trials)
+    return f"{successes}/{trials} = {successes / trials:.0%} [{low:.0%}, {high:.0%}]"
+
+
+def _sum_over(results: list[dict[str, float]]) -> dict[str, float]:
+    return {name: sum(result[name] for result in results) for name in results[0]}
+
+
+def _mean_over(results: list[dict[str, float]]) -> dict[str, float]:
+    names = {name for result in results for name in result}
+    means = {}
+    for name in sorted(names):
+        values = [result[name] for result in results if name in result]
+        means[name] = max(values) if name.endswith("_max") else sum(values) / len(values)
+    return means

@@ -1,0 +1,75 @@
+"""Rows of a training batch: nested dicts of tensors that share their leading dimension."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+__all__ = ["drift_message", "executed_steps", "mini_batches", "rows_of", "select_rows"]
+
+
+def rows_of(batch: dict[str, Any]) -> int:
+    """Return the number of rows of a flattened batch."""
+    return batch["prev_logprobs"].shape[0]
+
+
+def executed_steps(loss_mask: Tensor) -> int:
+    """Return how many macro-steps count."""
+    return int(loss_mask.sum())
+
+
+def select_rows(batch: dict[str, Any], rows: Tensor) -> dict[str, Any]:
+    """Return the rows of every tensor of a nested batch; None stays None."""
+    chosen: dict[str, Any] = {}
+    for name, value in batch.items():
+        if isinstance(value, dict):
+            chosen[name] = select_rows(value, rows)
+        else:
+            chosen[name] = None if value is None else value[rows]
+    return chosen
+
+
+def mini_batches(
+    batch: dict[str, Any], size: int, count: int, generator: torch.Generator | None = None
+) -> Iterator[dict[str, Any]]:
+    """Cut a batch into ``count`` mini-batches of exactly ``size`` rows.
+
+    Rows are shuffled when a generator is given. Missing rows are filled with copies whose
+    ``loss_mask`` is False, so that every rank takes equally many equal steps.
+
+    Raises:
+        ValueError: the batch has no row to copy, or does not fit.
+    """
+    total = rows_of(batch)
+    if count == 0:
+        return
+    if total == 0:
+        raise ValueError("a batch without rows cannot be cut into mini-batches")
+    if total > size * count:
+        raise ValueError(f"{total} rows do not fit into {count} mini-batches of {size}")
+    order = torch.arange(total)
+    if generator is not None:
+        order = torch.randperm(total, generator=generator)
+    padded = torch.cat([order, order[:1].expand(size * count - total)])
+    for index in range(count):
+        start = index * size
+        part = select_rows(batch, padded[start : start + size])
+        filler = torch.arange(start, start + size) >= total
+        if filler.any():
+            part["loss_mask"] = part["loss_mask"].clone()
+            part["loss_mask"][filler] = False
+        yield part
+
+
+def drift_message(drift: float, bound: float) -> str:
+    """Say why recorded and re-scored log-probs may differ."""
+    return (
+        f"recorded and re-scored log-probs differ by up to {drift:.4g} nats, more than "
+        f"RL.max_logprob_drift = {bound}. Likely causes: rollout and learner run in different "
+        "precision (rollout.model.precision, actor.model.precision), the rollout worker has stale "
+        "weights (runner.weight_sync_interval), or another denoising grid (RL.denoising_steps, "
+        "RL.sigma_shift). If bf16 rollouts are intended, raise the bound"
+    )

@@ -1,0 +1,235 @@
+"""The env worker: steps the simulator and tells the trajectory path what happened.
+
+It follows RLinf's embodied data interface: observations go out as ``PolicyInput`` with the
+``EnvPart`` of the chunk just executed, and only actions come back.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from typing import Any
+
+import torch
+from rlinf.scheduler import Channel, Worker
+from rlinf.workers.env.env_worker import EnvWorker
+
+from rlinf_wamrl.data.interface import (
+    EnvOutput,
+    EnvPart,
+    EnvTransition,
+    PolicyInput,
+    TrajectoryKey,
+    TrajectorySource,
+)
+from rlinf_wamrl.policy import RECORD_IDS
+from rlinf_wamrl.workers.trajectory_channel import PROGRESS_KEY
+
+__all__ = ["FUTURE_KEYS", "WAMEnvWorker", "policy_observation"]
+
+FUTURE_KEYS = ("future_frames", "future_frames_mask")
+"""Observation entries that describe the chunk just executed."""
+
+TRAIN_INPUT_TAG = "train_policy_input"
+TRAIN_ACTIONS_TAG = "train_actions"
+EVAL_INPUT_TAG = "eval_policy_input"
+EVAL_ACTIONS_TAG = "eval_actions"
+
+
+class WAMEnvWorker(EnvWorker):
+    """RLinf's env worker, speaking the embodied data interface."""
+
+    def __init__(self, cfg: Any) -> None:
+        """Read the sizes; environments start in ``init_worker``."""
+        super().__init__(cfg)
+        self._iteration = 0
+        self._keeps_future = bool(cfg.rollout.collect_transitions)
+
+    def set_global_step(self, global_step: int) -> None:
+        """Key the next rollout by the training iteration."""
+        self._iteration = global_step
+        for env in self.env_list:
+            env.set_iteration(global_step)
+
+    async def _run_interact_once(
+        self,
+        input_channel: Channel,
+        rollout_channel: Channel,
+        reward_channel: Channel | None,
+        actor_channel: Channel | None,
+        *,
+        cooperative_yield: bool,
+    ) -> dict[str, torch.Tensor]:
+        metrics: dict[str, list[torch.Tensor]] = defaultdict(list)
+        progress = _Progress(actor_channel, self._rank, self.stage_num)
+        for epoch in range(self.rollout_epoch):
+            first = self._bootstrap_epoch(rollout_channel, epoch)
+            for chunk in range(self.n_train_chunk_steps):
+                is_last = chunk == self.n_train_chunk_steps - 1
+                for stage in range(self.stage_num):
+                    actions = self._receive_actions(input_channel, stage, TRAIN_ACTIONS_TAG)
+                    output, episode = self._step(self.env_list[stage], actions)
+                    progress.report(stage, episode, is_last)
+                    initial = first[stage].transition if chunk == 0 else None
+                    self._send_train_input(
+                        rollout_channel, output, epoch, stage, chunk + 1, initial, is_last
+                    )
+                    if is_last:
+                        self.record_env_metrics(metrics, episode)
+            self.finish_rollout()
+        return {name: torch.cat(values).contiguous().cpu() for name, values in metrics.items()}
+
+    def _bootstrap_epoch(self, rollout_channel: Channel, epoch: int) -> list[EnvOutput]:
+        outputs = []
+        for stage in range(self.stage_num):
+            env = self.env_list[stage]
+            env.is_start = True
+            observation, _ = env.reset()
+            nothing = torch.zeros(
+                self.train_num_envs_per_stage, self.model_cfg.num_action_chunks, dtype=torch.bool
+            )
+            transition = EnvTransition(
+                dones=nothing, terminations=nothing.clone(), truncations=nothing.clone()
+            )
+            outputs.append(EnvOutput(obs=observation, transition=transition))
+        for stage, output in enumerate(outputs):
+            self._send_train_input(rollout_channel, output, epoch, stage, 0, None, False)
+        return outputs
+
+    @Worker.timer("env_interact_step")
+    def _step(self, env: Any, actions: torch.Tensor) -> tuple[EnvOutput, dict[str, torch.Tensor]]:
+        observations, rewards, terminations, truncations, infos = env.chunk_step(actions.numpy())
+        info = infos[-1]
+        transition = EnvTransition(
+            rewards=rewards,
+            dones=torch.logical_or(terminations, truncations),
+            terminations=terminations,
+            truncations=truncations,
+            executed_mask=info["executed_mask"],
+        )
+        return EnvOutput(obs=observations[-1], transition=transition), info["episode"]
+
+    def _send_train_input(
+        self,
+        channel: Channel,
+        output: EnvOutput,
+        epoch: int,
+        stage: int,
+        chunk: int,
+        initial_transition: EnvTransition | None,
+        is_last: bool,
+    ) -> None:
+        """Send the observation before ``chunk``, with the part of the chunk before it."""
+        size = self.train_num_envs_per_stage
+        parts: list[EnvPart | None] = [None]
+        if chunk > 0:
+            future = (
+                {name: output.obs[name] for name in FUTURE_KEYS} if self._keeps_future else None
+            )
+            parts = [
+                EnvPart(
+                    sources=[TrajectorySource(self._key(epoch, stage, chunk - 1), size)],
+                    transition=output.transition,
+                    next_obs=future,
+                    initial_transition=initial_transition,
+                )
+            ]
+        policy_input = PolicyInput(
+            obs=policy_observation(output),
+            sources=[TrajectorySource(self._key(epoch, stage, chunk), size)],
+            env_parts=parts,
+            request_sizes=[size],
+            is_last=is_last,
+        )
+        self.send_to(
+            group_name=self.cfg.rollout.group_name,
+            channel=channel,
+            data=policy_input,
+            tag=TRAIN_INPUT_TAG,
+            route_key=stage,
+            batch_size=self.train_batch_size,
+            split_fn=PolicyInput.split,
+        )
+
+    def _key(self, epoch: int, stage: int, chunk: int) -> TrajectoryKey:
+        return TrajectoryKey(self._iteration, epoch, self._rank, stage, chunk)
+
+    def _receive_actions(self, channel: Channel, stage: int, tag: str) -> torch.Tensor:
+        batch = self.eval_batch_size if tag == EVAL_ACTIONS_TAG else self.train_batch_size
+        return self.recv_from(
+            group_name=self.cfg.rollout.group_name,
+            channel=channel,
+            tag=tag,
+            route_key=stage,
+            batch_size=batch,
+        )
+
+    def evaluate(
+        self, input_channel: Channel, rollout_channel: Channel, progress_channel: Channel
+    ) -> dict[str, torch.Tensor]:
+        """Run every evaluation episode once; returns per-episode metrics [episodes] each."""
+        metrics: dict[str, list[torch.Tensor]] = defaultdict(list)
+        progress = _Progress(progress_channel, self._rank, self.stage_num)
+        for env in self.eval_env_list:
+            env.set_iteration(0)
+        for _ in range(self.eval_rollout_epoch):
+            for stage, env in enumerate(self.eval_env_list):
+                env.is_start = True
+                observation, _ = env.reset()
+                self._send_eval_input(rollout_channel, EnvOutput(obs=observation), stage)
+            for chunk in range(self.n_eval_chunk_steps):
+                is_last = chunk == self.n_eval_chunk_steps - 1
+                for stage, env in enumerate(self.eval_env_list):
+                    actions = self._receive_actions(input_channel, stage, EVAL_ACTIONS_TAG)
+                    output, episode = self._step(env, actions)
+                    progress.report(stage, episode, is_last)
+                    if is_last:
+                        self.record_env_metrics(metrics, episode)
+                    else:
+                        self._send_eval_input(rollout_channel, output, stage)
+            self.finish_rollout(mode="eval")
+        return {name: torch.cat(values).contiguous().cpu() for name, values in metrics.items()}
+
+    def _send_eval_input(self, channel: Channel, output: EnvOutput, stage: int) -> None:
+        self.send_to(
+            group_name=self.cfg.rollout.group_name,
+            channel=channel,
+            data=policy_observation(output),
+            tag=EVAL_INPUT_TAG,
+            route_key=stage,
+            batch_size=self.eval_batch_size,
+        )
+
+
+class _Progress:
+    """Tells the actor channel how many episodes of the current phase have ended."""
+
+    def __init__(self, channel: Channel, rank: int, num_stages: int) -> None:
+        self._channel = channel
+        self._rank = rank
+        self._finished = [0, 0]
+        self._running = [[0, 0] for _ in range(num_stages)]
+        self._put()
+
+    def report(self, stage: int, episode: dict[str, torch.Tensor], is_last: bool) -> None:
+        """Count the episodes of a stage; ``is_last`` closes its round."""
+        success = int(episode["success_once"].sum())
+        if is_last:
+            self._finished[0] += episode["success_once"].numel()
+            self._finished[1] += success
+            self._running[stage] = [0, 0]
+        else:
+            self._running[stage] = [success, success]
+        self._put()
+
+    def _put(self) -> None:
+        ended = self._finished[0] + sum(running[0] for running in self._running)
+        successes = self._finished[1] + sum(running[1] for running in self._running)
+        item = (self._rank, ended, successes)
+        self._channel.put(item, key=PROGRESS_KEY, async_op=True)
+
+
+def policy_observation(output: EnvOutput) -> dict[str, Any]:
+    """Return what the policy reads: RLinf's five keys, plus the integers that name the episode."""
+    observation = output.prepare_observations(output.obs)
+    observation.update({name: output.obs[name] for name in RECORD_IDS if name in output.obs})
+    return observation
