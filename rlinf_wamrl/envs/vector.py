@@ -1,0 +1,304 @@
+"""Many episodes side by side in sub-processes, with frames in shared memory."""
+
+from __future__ import annotations
+
+import atexit
+import concurrent.futures
+import logging
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import weakref
+from dataclasses import dataclass
+from multiprocessing import connection
+
+import numpy as np
+
+from rlinf_wamrl.envs.libero import EnvSettings
+from rlinf_wamrl.envs.rendering import choose_renderer
+from rlinf_wamrl.envs.shared_memory import ArrayLayout, SharedArrays
+from rlinf_wamrl.envs.suites import TaskSpec
+from rlinf_wamrl.envs.worker_process import EpisodeSpec, ResetCommand, StepCommand, WorkerSetup
+
+__all__ = ["EnvironmentProcessError", "VectorEnv", "VectorSettings"]
+
+logger = logging.getLogger(__name__)
+
+MAX_CHUNK = 128
+# Not `python -m`: the messages' classes would exist twice, once in __main__.
+_CHILD_PROGRAM = "from rlinf_wamrl.envs.worker_process import main; main()"
+
+
+class EnvironmentProcessError(RuntimeError):
+    """A sub-process raised, died or hangs; the message carries its own traceback or signal."""
+
+
+class _ProcessLostError(EnvironmentProcessError):
+    """A sub-process died or hangs: a new one may do better."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class VectorSettings:
+    """How episodes are spread over processes and guarded."""
+
+    num_envs: int
+    num_processes: int
+    frame_offsets: tuple[int, ...]  # steps into a chunk whose pictures are kept
+    max_built_tasks: int  # built environments per process, about 20 MB (demo) to 500 MB each
+    timeout_seconds: float = 300.0  # for one reset or chunk of one process
+    restarts: int = 3  # replacements of a dead or hanging process before giving up; 0: none
+
+
+class VectorEnv:
+    """Runs ``num_envs`` episodes in sub-processes that start at the first reset.
+
+    Slot ``i`` belongs to process ``i * num_processes // num_envs``, so neighbours, which share a
+    task in a group, share a built environment.
+
+    Args:
+        tasks: Task id -> task.
+        env_settings: Drawing and settling.
+        settings: Processes.
+    """
+
+    def __init__(
+        self, tasks: dict[int, TaskSpec], env_settings: EnvSettings, settings: VectorSettings
+    ) -> None:
+        self.settings = settings
+        n, size, frames = settings.num_envs, env_settings.image_size, len(settings.frame_offsets)
+        layout = ArrayLayout(
+            entries=(
+                ("actions", (n, MAX_CHUNK, 7), "f8"),
+                ("main", (n, size, size, 3), "u1"),
+                ("wrist", (n, size, size, 3), "u1"),
+                ("proprio", (n, 8), "f8"),
+                ("frames", (n, frames, 3, size, 2 * size), "u1"),
+                ("frame_mask", (n, frames), "?"),
+                ("executed", (n, MAX_CHUNK), "?"),
+                ("success", (n,), "?"),
+            )
+        )
+        self.arrays = SharedArrays(layout)
+        self._setup = WorkerSetup(
+            tasks=tasks,
+            settings=env_settings,
+            layout=layout,
+            frame_offsets=settings.frame_offsets,
+            max_built_tasks=settings.max_built_tasks,
+        )
+        # Running episodes and what they executed, to run them again when their process dies.
+        self._episodes: dict[int, EpisodeSpec] = {}
+        self._history: dict[int, list[np.ndarray]] = {}
+        self._processes: list[_Process | None] = [None] * settings.num_processes
+        self._restarts_left = settings.restarts
+        self._finalizer = weakref.finalize(self, _stop, self._processes)
+        atexit.register(self._finalizer)
+
+    def process_of(self, slot: int) -> int:
+        """Index of the process that runs a slot."""
+        return slot * self.settings.num_processes // self.settings.num_envs
+
+    def reset(self, episodes: dict[int, EpisodeSpec]) -> None:
+        """Start an episode in each named slot and write its first observation to ``arrays``.
+
+        Raises:
+            EnvironmentProcessError: A process failed.
+        """
+        self._episodes.update(episodes)
+        self._history.update({slot: [] for slot in episodes})
+        commands = {
+            process: ResetCommand(episodes={s: episodes[s] for s in slots}, history={})
+            for process, slots in self._by_process(episodes).items()
+        }
+        self._execute(commands)
+
+    def step(self, actions: np.ndarray, slots: list[int]) -> None:
+        """Execute a chunk in each named slot, until its task is solved or its limit is reached.
+
+        Results are in ``arrays``: ``executed`` [n, MAX_CHUNK], ``success`` [n], the observation at
+        the end of what was executed, and the ``frames`` on the way.
+
+        Args:
+            actions: float [num_envs, C, 7].
+            slots: Slots whose episode goes on.
+
+        Raises:
+            EnvironmentProcessError: A process failed.
+        """
+        length = actions.shape[1]
+        self.arrays["actions"][:, :length] = actions
+        self._execute(
+            {
+                process: StepCommand(slots=tuple(members), length=length)
+                for process, members in self._by_process(slots).items()
+            }
+        )
+        for slot in slots:
+            count = int(self.arrays["executed"][slot].sum())
+            self._history[slot].append(self.arrays["actions"][slot, :count].copy())
+            steps = sum(len(part) for part in self._history[slot])
+            if self.arrays["success"][slot] or steps == self._episodes[slot].max_steps:
+                del self._episodes[slot], self._history[slot]
+
+    def process_ids(self) -> list[int]:
+        """Operating system ids of the running sub-processes."""
+        return [process.popen.pid for process in self._processes if process is not None]
+
+    def close(self) -> None:
+        """Stop all sub-processes; the next reset starts new ones."""
+        _stop(self._processes)
+        self._episodes.clear()
+        self._history.clear()
+
+    def _by_process(self, slots) -> dict[int, list[int]]:
+        members: dict[int, list[int]] = {}
+        for slot in slots:
+            members.setdefault(self.process_of(slot), []).append(slot)
+        return members
+
+    def _execute(self, commands: dict[int, ResetCommand | StepCommand]) -> None:
+        try:
+            for process, command in commands.items():
+                self._running(process).send(command)
+            waiting = dict(commands)
+            deadline = time.monotonic() + self.settings.timeout_seconds
+            while waiting:
+                pipes = {self._processes[p].pipe: p for p in waiting}
+                ready = connection.wait(list(pipes), max(0.0, deadline - time.monotonic()))
+                for index in [pipes[pipe] for pipe in ready] or list(waiting):
+                    try:
+                        self._processes[index].receive(hangs=not ready)
+                        del waiting[index]
+                    except _ProcessLostError as error:
+                        self._replace(index, waiting[index], error)
+                        deadline = time.monotonic() + self.settings.timeout_seconds
+        except BaseException:
+            # After a failure or Ctrl-C no answer can be matched to its question any more.
+            _stop(self._processes)
+            raise
+
+    def _running(self, index: int) -> _Process:
+        if self._processes[index] is None:
+            self._processes[index] = _Process(self._setup, self.arrays, index)
+        return self._processes[index]
+
+    def _replace(self, index: int, command, error: _ProcessLostError) -> None:
+        """Start a new process, bring its episodes to where they were, and repeat the command."""
+        if self._restarts_left == 0:
+            raise error
+        self._restarts_left -= 1
+        logger.warning("%s\nIt is replaced, and its episodes are run again.", error)
+        self._processes[index].stop()
+        self._processes[index] = None
+        fresh = command.episodes if isinstance(command, ResetCommand) else {}
+        again = [s for s in self._episodes if self.process_of(s) == index and s not in fresh]
+        if again:
+            history = {slot: [np.empty((0, 7)), *self._history[slot]] for slot in again}
+            self._running(index).send(
+                ResetCommand(
+                    episodes={slot: self._episodes[slot] for slot in again},
+                    history={slot: np.concatenate(parts) for slot, parts in history.items()},
+                )
+            )
+            self._processes[index].wait(self.settings.timeout_seconds)
+        self._running(index).send(command)
+
+
+class _Process:
+    """One sub-process, its pipe and the file its error output goes to."""
+
+    def __init__(self, setup: WorkerSetup, arrays: SharedArrays, index: int) -> None:
+        choose_renderer()  # a missing library is told by the parent, in words
+        self.index = index
+        self.errors = tempfile.TemporaryFile()
+        ours, theirs = socket.socketpair()
+        command = [sys.executable, "-c", _CHILD_PROGRAM]
+        command += [str(theirs.fileno()), str(arrays.descriptor), str(os.getpid())]
+        # A child dies with the thread that started it, so that must be one that stays.
+        self.popen = _spawner().submit(
+            subprocess.Popen,
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=self.errors,
+            stderr=self.errors,
+            pass_fds=(theirs.fileno(), arrays.descriptor),
+            env=_child_environment(),
+        ).result()
+        theirs.close()
+        self.pipe = connection.Connection(ours.detach())
+        self.send(setup)
+
+    def send(self, message) -> None:
+        try:
+            self.pipe.send(message)
+        except (BrokenPipeError, ConnectionResetError):
+            pass  # the death is told when its answer is awaited
+
+    def wait(self, timeout: float) -> None:
+        self.receive(hangs=not self.pipe.poll(timeout))
+
+    def receive(self, hangs: bool = False) -> None:
+        """Take the answer to the last command.
+
+        Raises:
+            EnvironmentProcessError: It is a traceback.
+            _ProcessLostError: The process is dead, or ``hangs``.
+        """
+        name = f"environment process {self.index} (pid {self.popen.pid})"
+        if hangs:
+            self.popen.send_signal(signal.SIGUSR1)  # makes it write where it hangs
+            time.sleep(0.5)
+            raise _ProcessLostError(f"{name} does not answer.\n{self._error_output()}")
+        try:
+            answer = self.pipe.recv()
+        except (EOFError, ConnectionResetError):
+            code = self.popen.wait()
+            how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with {code}"
+            raise _ProcessLostError(f"{name} {how}.\n{self._error_output()}") from None
+        if answer is not None:
+            raise EnvironmentProcessError(f"{name} failed:\n{answer}")
+
+    def stop(self) -> None:
+        self.pipe.close()
+        try:
+            self.popen.wait(timeout=0.5)
+        except subprocess.TimeoutExpired:
+            self.popen.kill()
+            self.popen.wait()
+        self.errors.close()
+
+    def _error_output(self) -> str:
+        self.errors.seek(0)
+        lines = self.errors.read().decode(errors="replace").splitlines()
+        return "\n".join(lines[-40:])
+
+
+def _stop(processes: list[_Process | None]) -> None:
+    for index, process in enumerate(processes):
+        if process is not None:
+            process.stop()
+            processes[index] = None
+
+
+_SPAWNER: concurrent.futures.ThreadPoolExecutor | None = None
+
+
+def _spawner() -> concurrent.futures.ThreadPoolExecutor:
+    global _SPAWNER
+    if _SPAWNER is None:
+        _SPAWNER = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="env-spawner")
+    return _SPAWNER
+
+
+def _child_environment() -> dict[str, str]:
+    environment = dict(os.environ)
+    # One core per process; the software renderer would start a thread per core as well.
+    for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMBA_NUM_THREADS"):
+        environment[name] = "1"
+    environment["LP_NUM_THREADS"] = "0"
+    environment["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
+    return environment
