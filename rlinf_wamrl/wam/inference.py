@@ -6,14 +6,46 @@ Latents and actions stay in float32 between steps whatever the model's dtype, an
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-if TYPE_CHECKING:
-    from rlinf_wamrl.wam.state import WAMState
-    from rlinf_wamrl.wam.wam import WAM
+from rlinf_wamrl.wam.state import WAMState
+
+
+class Denoiser(Protocol):
+    """What the functions here need of a model."""
+
+    device: torch.device
+    num_latent_frames: int  # f
+    action_horizon: int  # H
+    action_dim: int  # A
+    lock_step: bool  # whether video and actions are denoised together
+    infer_video_scheduler: Any
+    infer_action_scheduler: Any
+
+    def encode_context(self, state: WAMState) -> tuple[Tensor, Tensor]:
+        """Context and mask with the proprio token."""
+
+    def video_velocity(self, video: Tensor, timestep: Tensor, *context: Tensor | None) -> Tensor:
+        """Velocity of the video alone."""
+
+    def joint_velocity(
+        self,
+        video: Tensor,
+        video_timestep: Tensor,
+        actions: Tensor,
+        action_timestep: Tensor,
+        *context: Tensor,
+    ) -> tuple[Tensor, Tensor]:
+        """Velocities of video and actions."""
+
+    def prefill(self, state: WAMState) -> Any:
+        """What stays constant over the action steps."""
+
+    def action_velocity(self, actions: Tensor, timestep: Tensor, cache: Any) -> Tensor:
+        """Velocity of the actions."""
 
 
 def check_first_frame(state: WAMState) -> None:
@@ -27,6 +59,23 @@ def check_first_frame(state: WAMState) -> None:
             "state.first_frame must be the latents [B, C, 1, h, w] of one image, got "
             f"{list(state.first_frame.shape)}."
         )
+
+
+def seen_video(action_infer_mode: str, state: WAMState) -> Tensor:
+    """The clean latents that the actions see: first frame or whole video.
+
+    Raises:
+        ValueError: a wrong shape, or no imagined video in idm mode.
+    """
+    check_first_frame(state)
+    if action_infer_mode == "first_frame":
+        return state.first_frame
+    if state.video is None:
+        raise ValueError(
+            "In idm mode the actions see the imagined video: set state.video to the result of "
+            "imagine(state, num_steps, ...) first."
+        )
+    return state.video
 
 
 def _start(
@@ -47,13 +96,13 @@ def _start(
 
 
 def _video_start(
-    model: WAM, state: WAMState, noise: Tensor | None, generator: torch.Generator | None
+    model: Denoiser, state: WAMState, noise: Tensor | None, generator: torch.Generator | None
 ) -> tuple[Tensor, Tensor]:
     """Noise with the clean first frame [B, C, f, h, w], and that frame."""
     check_first_frame(state)
     first = state.first_frame.to(model.device, torch.float32)
     batch, channels, _, height, width = first.shape
-    shape = (batch, channels, model.config.num_latent_frames, height, width)
+    shape = (batch, channels, model.num_latent_frames, height, width)
     return _keep_first(_start(shape, "video", noise, generator, model.device), first), first
 
 
@@ -62,16 +111,15 @@ def _keep_first(video: Tensor, first: Tensor) -> Tensor:
 
 
 def _action_start(
-    model: WAM, state: WAMState, noise: Tensor | None, generator: torch.Generator | None
+    model: Denoiser, state: WAMState, noise: Tensor | None, generator: torch.Generator | None
 ) -> Tensor:
-    width = model.config.action_dit_config.action_dim
-    shape = (len(state.first_frame), model.config.action_horizon, width)
+    shape = (len(state.first_frame), model.action_horizon, model.action_dim)
     return _start(shape, "action", noise, generator, model.device)
 
 
 @torch.no_grad()
 def imagine(
-    model: WAM,
+    model: Denoiser,
     state: WAMState,
     num_steps: int,
     generator: torch.Generator | None = None,
@@ -83,7 +131,7 @@ def imagine(
     """Denoises the video alone, resetting its first frame to the observation after each step.
 
     Args:
-        model: the WAM; its video never sees its actions, so they play no part.
+        model: the model; its video never sees its actions, so they play no part.
         state: a batch of observations.
         num_steps: K.
         generator: of the initial noise; or give ``noise``.
@@ -99,7 +147,7 @@ def imagine(
     scheduler = model.infer_video_scheduler
     grid = scheduler.build_inference_schedule(num_steps, model.device, torch.float32, shift)
     for timestep, delta in zip(*grid, strict=True):
-        velocity = model.video_expert(
+        velocity = model.video_velocity(
             video, timestep.expand(len(video)), context, context_mask, actions
         )
         video = _keep_first(scheduler.step(velocity, delta, video), first)
@@ -108,7 +156,7 @@ def imagine(
 
 @torch.no_grad()
 def infer_action(
-    model: WAM,
+    model: Denoiser,
     state: WAMState,
     num_steps: int,
     generator: torch.Generator | None = None,
@@ -119,7 +167,7 @@ def infer_action(
     """Denoises the actions of an observation, with one prefill.
 
     Args:
-        model: the WAM.
+        model: the model.
         state: a batch of observations; in idm mode with the imagined ``video``.
         num_steps: K.
         generator: of the initial noise; or give ``noise``.
@@ -141,7 +189,7 @@ def infer_action(
 
 @torch.no_grad()
 def infer_joint(
-    model: WAM,
+    model: Denoiser,
     state: WAMState,
     num_steps: int,
     generator: torch.Generator | None = None,
@@ -156,7 +204,7 @@ def infer_joint(
     then the actions, seeing what ``action_infer_mode`` says. (For uncond this equals lock step.)
 
     Args:
-        model: the WAM.
+        model: the model.
         state: a batch of observations; ``video`` is ignored.
         num_steps: K, for both.
         generator: of the initial noises, the video's first; or give both noises.
@@ -169,7 +217,7 @@ def infer_joint(
     """
     video, first = _video_start(model, state, video_noise, generator)
     actions = _action_start(model, state, action_noise, generator)
-    if model.config.variant != "joint":
+    if not model.lock_step:
         video = imagine(model, state, num_steps, noise=video, shift=shift)
         state = replace(state, video=video)
         return video, infer_action(model, state, num_steps, noise=actions, shift=shift)

@@ -34,14 +34,6 @@ class RMSNorm(nn.Module):
         return F.rms_norm(x.float(), x.shape[-1:], eps=self.eps).to(x.dtype) * self.weight
 
 
-@dataclass(frozen=True)
-class Rotation:
-    """Angles of a rotary embedding."""
-
-    cos: Tensor  # [S, d / 2] float32
-    sin: Tensor  # [S, d / 2] float32
-
-
 class RotaryTable(nn.Module):
     """Cosines and sines ``position * 10000 ** (-2 j / width)`` of the positions 0..1023.
 
@@ -70,31 +62,28 @@ class RotaryTable(nn.Module):
         self._fill(self.cos.device)
         return self
 
-    def forward(self, length: int) -> Rotation:
-        """Angles of the positions 0..length-1."""
+    def forward(self, length: int) -> Tensor:
+        """Rotations ``cos + i sin`` [length, width / 2] complex64 of the positions 0..length-1."""
         if length > MAX_POSITIONS:
             raise ValueError(
                 f"The rotary embedding has {MAX_POSITIONS} positions, {length} were asked for."
             )
-        return Rotation(self.cos[:length], self.sin[:length])
+        return torch.complex(self.cos[:length], self.sin[:length])
 
 
-def rotate(x: Tensor, rotation: Rotation, num_heads: int) -> Tensor:
-    """Rotates adjacent pairs of components, the same way in each head.
+def rotate(x: Tensor, rotation: Tensor, num_heads: int) -> Tensor:
+    """Rotates adjacent pairs of components, taken as complex numbers, the same way in each head.
 
     Args:
         x: queries or keys [B, S, I].
-        rotation: angles [S, d / 2].
+        rotation: [S, d / 2] complex64.
         num_heads: H.
 
     Returns:
         [B, S, I] in the dtype of x, computed in float32.
     """
-    pairs = x.float().unflatten(-1, (num_heads, -1, 2))  # [B, S, H, d / 2, 2]
-    even, odd = pairs.unbind(-1)
-    cos, sin = rotation.cos[:, None], rotation.sin[:, None]
-    rotated = torch.stack((even * cos - odd * sin, even * sin + odd * cos), dim=-1)
-    return rotated.flatten(2).to(x.dtype)
+    pairs = torch.view_as_complex(x.float().unflatten(-1, (num_heads, -1, 2)))  # [B, S, H, d / 2]
+    return torch.view_as_real(pairs * rotation[:, None]).flatten(2).to(x.dtype)
 
 
 def sinusoid(timestep: Tensor, width: int) -> Tensor:
@@ -171,11 +160,11 @@ class SelfAttention(Attention):
         super().__init__(config)
         self.key_value = KeyValueTap()
 
-    def queries(self, x: Tensor, rotation: Rotation) -> Tensor:
+    def queries(self, x: Tensor, rotation: Tensor) -> Tensor:
         """Queries [B, S, I] of x [B, S, D]."""
         return rotate(self.norm_q(self.q(x)), rotation, self.num_heads)
 
-    def keys_values(self, x: Tensor, rotation: Rotation) -> tuple[Tensor, Tensor]:
+    def keys_values(self, x: Tensor, rotation: Tensor) -> tuple[Tensor, Tensor]:
         """Keys and values [B, S, I] each, of x [B, S, D]."""
         return self.key_value(rotate(self.norm_k(self.k(x)), rotation, self.num_heads), self.v(x))
 
@@ -315,7 +304,7 @@ class Stream:
     """One expert's embedded input, before its first block."""
 
     tokens: Tensor  # [B, S, D]
-    rotation: Rotation  # [S, d / 2]
+    rotation: Tensor  # [S, d / 2] complex64
     modulation: Tensor  # [1 or B, F, 6, D]; F divides S: one row per frame of tokens
     context: Tensor  # [B, L, D] embedded text and proprio
     context_mask: Tensor | None  # [B, 1, 1 or S, L] bool
@@ -324,10 +313,7 @@ class Stream:
         """Both streams' tokens as one sequence, with this stream's context (the same for both)."""
         return Stream(
             tokens=torch.cat((self.tokens, other.tokens), dim=1),
-            rotation=Rotation(
-                torch.cat((self.rotation.cos, other.rotation.cos)),
-                torch.cat((self.rotation.sin, other.rotation.sin)),
-            ),
+            rotation=torch.cat((self.rotation, other.rotation)),
             modulation=torch.cat((self.modulation, other.modulation), dim=1),
             context=self.context,
             context_mask=self.context_mask,

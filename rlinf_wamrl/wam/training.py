@@ -85,7 +85,7 @@ def build_batch(model: WAM, sample: Mapping[str, Any]) -> TrainingBatch:
             f"{frames}: the first is given and not learned."
         )
     actions = sample["action"].to(model.device, torch.float32)
-    width = model.config.action_dit_config.action_dim
+    width = model.action_dim
     if actions.ndim != 3 or actions.shape[0] != batch or actions.shape[2] != width:
         raise ValueError(
             f"sample['action'] must be [{batch}, H, {width}], got {list(actions.shape)}."

@@ -14,7 +14,6 @@ from rlinf_wamrl.wam.layers import (
     Block,
     Embeddings,
     RotaryTable,
-    Rotation,
     Stream,
     attend,
     attention_mask_of_context,
@@ -207,24 +206,18 @@ class VideoExpert(Embeddings):
         )
         return torch.cat((context, embedded + position), dim=1), mask
 
-    def rotation(self, frames: int, rows: int, columns: int) -> Rotation:
-        """Angles [S, d / 2]: the parts for frame, row and column side by side."""
-        parts = [
-            table(length)
-            for table, length in zip(self.rotary, (frames, rows, columns), strict=True)
-        ]
-
-        def spread(tensors: list[Tensor]) -> Tensor:
-            frame, row, column = tensors
-            grid = (frames, rows, columns, -1)
-            spread_out = (
-                frame[:, None, None].expand(grid),
-                row[None, :, None].expand(grid),
-                column[None, None].expand(grid),
-            )
-            return torch.cat(spread_out, dim=-1).flatten(0, 2)
-
-        return Rotation(spread([part.cos for part in parts]), spread([part.sin for part in parts]))
+    def rotation(self, frames: int, rows: int, columns: int) -> Tensor:
+        """Rotations [S, d / 2] complex64: the parts for frame, row and column side by side."""
+        grid = (frames, rows, columns, -1)
+        frame, row, column = (
+            table(length) for table, length in zip(self.rotary, grid[:3], strict=True)
+        )
+        parts = (
+            frame[:, None, None].expand(grid),
+            row[None, :, None].expand(grid),
+            column[None, None].expand(grid),
+        )
+        return torch.cat(parts, dim=-1).flatten(0, 2)
 
     def grid(self, latents: Tensor) -> tuple[int, int, int]:
         """Frames, rows and columns of tokens of latents [B, C, f, h, w].

@@ -11,7 +11,7 @@ H actions of width A, P proprio width, K denoising steps.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -22,17 +22,8 @@ from rlinf_wamrl.wam.config import WAMConfig
 from rlinf_wamrl.wam.mixture import MixtureOfTransformers
 from rlinf_wamrl.wam.schedule import FlowMatchScheduler
 from rlinf_wamrl.wam.state import ActionCache, WAMState
+from rlinf_wamrl.wam.vae import VideoVAE
 from rlinf_wamrl.wam.video_expert import VideoExpert
-
-
-class VideoCodec(Protocol):
-    """The part of a VAE the model uses."""
-
-    def encode(self, video: Tensor) -> Tensor:
-        """Latents [B, C, f, h, w], normalised, of a video [B, 3, T, H, W] in [-1, 1]."""
-
-    def decode(self, latents: Tensor) -> Tensor:
-        """Video [B, 3, T, H, W] in [-1, 1] of latents [B, C, f, h, w]."""
 
 
 class WAM(nn.Module):
@@ -54,7 +45,7 @@ class WAM(nn.Module):
         train_action_scheduler, infer_action_scheduler: of the actions.
     """
 
-    def __init__(self, config: WAMConfig, vae: VideoCodec | None = None):
+    def __init__(self, config: WAMConfig, vae: VideoVAE | None = None):
         super().__init__()
         self.config = config
         self.mot = MixtureOfTransformers(
@@ -106,6 +97,26 @@ class WAM(nn.Module):
     def action_infer_mode(self) -> str:
         """What the actions see at inference: ``first_frame`` or ``idm`` (the whole video)."""
         return self.config.action_infer_mode
+
+    @property
+    def num_latent_frames(self) -> int:
+        """Latent frames f of an imagined video."""
+        return self.config.num_latent_frames
+
+    @property
+    def action_horizon(self) -> int:
+        """Actions H of a chunk."""
+        return self.config.action_horizon
+
+    @property
+    def action_dim(self) -> int:
+        """Width A of an action."""
+        return self.config.action_dit_config.action_dim
+
+    @property
+    def lock_step(self) -> bool:
+        """Whether :meth:`infer_joint` denoises video and actions together."""
+        return self.config.variant == "joint"
 
     def encode_video(self, video: Tensor) -> Tensor:
         """Latents [B, C, f, h, w] of a video [B, 3, T, H, W] in [-1, 1], without gradient.
@@ -181,7 +192,7 @@ class WAM(nn.Module):
         """
         context, context_mask = self.encode_context(state)
         with torch.set_grad_enabled(torch.is_grad_enabled() and video_gradient):
-            video = self._seen_video(state).to(self.device)
+            video = inference.seen_video(self.action_infer_mode, state).to(self.device)
             stream, _ = self.video_expert.embed(video, None, context, context_mask)
             from_video = self.video_expert.keys_values(stream, self.video_expert.mask(video))
         from_context = self.action_expert.context_keys_values(context)
@@ -192,17 +203,6 @@ class WAM(nn.Module):
             context_values=tuple(value for _, value in from_context),
             context_mask=context_mask,
         )
-
-    def _seen_video(self, state: WAMState) -> Tensor:
-        inference.check_first_frame(state)
-        if self.action_infer_mode == "first_frame":
-            return state.first_frame
-        if state.video is None:
-            raise ValueError(
-                "In idm mode the actions see the imagined video: set state.video to the result of "
-                "imagine(state, num_steps, ...) first."
-            )
-        return state.video
 
     def action_velocity(self, actions: Tensor, timestep: Tensor, cache: ActionCache) -> Tensor:
         """Velocity ``noise - data`` of noisy actions.
@@ -215,8 +215,7 @@ class WAM(nn.Module):
         Returns:
             [B, H, A] in the dtype of actions.
         """
-        width = self.config.action_dit_config.action_dim
-        batch = len(cache.context_mask)
+        batch, width = len(cache.context_mask), self.action_dim
         if actions.ndim != 3 or actions.shape[0] != batch or actions.shape[2] != width:
             raise ValueError(f"Actions must be [{batch}, H, {width}], got {list(actions.shape)}.")
         if list(timestep.shape) != [batch]:
@@ -227,6 +226,17 @@ class WAM(nn.Module):
     def compile_velocity(self, **options: Any) -> None:
         """Makes :meth:`action_velocity` run through ``torch.compile(**options)``."""
         self.__dict__["_velocity"] = torch.compile(self.action_expert, **options)
+
+    def video_velocity(
+        self,
+        video: Tensor,
+        timestep: Tensor,
+        context: Tensor,
+        context_mask: Tensor,
+        actions: Tensor | None = None,
+    ) -> Tensor:
+        """Velocity of the video alone; arguments as in :meth:`VideoExpert.forward`."""
+        return self.video_expert(video, timestep, context, context_mask, actions)
 
     def joint_velocity(
         self,
@@ -263,53 +273,9 @@ class WAM(nn.Module):
             self.action_expert.velocity(action_tokens, actions.dtype),
         )
 
-    def imagine(
-        self,
-        state: WAMState,
-        num_steps: int,
-        generator: torch.Generator | None = None,
-        *,
-        noise: Tensor | None = None,
-        shift: float | None = None,
-        actions: Tensor | None = None,
-    ) -> Tensor:
-        """Imagines the video alone; see :func:`rlinf_wamrl.wam.inference.imagine`."""
-        return inference.imagine(
-            self, state, num_steps, generator, noise=noise, shift=shift, actions=actions
-        )
-
-    def infer_action(
-        self,
-        state: WAMState,
-        num_steps: int,
-        generator: torch.Generator | None = None,
-        *,
-        noise: Tensor | None = None,
-        shift: float | None = None,
-    ) -> Tensor:
-        """Denoises the actions; see :func:`rlinf_wamrl.wam.inference.infer_action`."""
-        return inference.infer_action(self, state, num_steps, generator, noise=noise, shift=shift)
-
-    def infer_joint(
-        self,
-        state: WAMState,
-        num_steps: int,
-        generator: torch.Generator | None = None,
-        *,
-        video_noise: Tensor | None = None,
-        action_noise: Tensor | None = None,
-        shift: float | None = None,
-    ) -> tuple[Tensor, Tensor]:
-        """Video and actions; see :func:`rlinf_wamrl.wam.inference.infer_joint`."""
-        return inference.infer_joint(
-            self,
-            state,
-            num_steps,
-            generator,
-            video_noise=video_noise,
-            action_noise=action_noise,
-            shift=shift,
-        )
+    imagine = inference.imagine
+    infer_action = inference.infer_action
+    infer_joint = inference.infer_joint
 
     def training_loss(
         self,
