@@ -185,7 +185,8 @@ class WAMConfig:
     loss_lambda_action: float = 1.0
     """Weight of the action loss."""
     video_cond_noise_prob: float | None = None
-    """Probability of noising the conditioning video; None takes 0.5 for idm, 0 for optional_idm."""
+    """Probability of noising the video that the actions of the idm variants read in training; None
+    takes 0.5 for idm and 0, as in the released model, for optional_idm."""
     action_idm_prob: float = 0.5
     """optional_idm: probability that a training sample's actions see the whole video."""
 
@@ -200,8 +201,9 @@ class WAMConfig:
                     f"has {theirs}."
                 )
         _require_choice("WAMConfig", "variant", self.variant, VARIANTS)
-        if self.video_cond_noise_prob is None:
-            object.__setattr__(self, "video_cond_noise_prob", 0.5 if self.variant == "idm" else 0.0)
+        if self.video_cond_noise_prob is None and self.variant in ("idm", "optional_idm"):
+            probability = 0.5 if self.variant == "idm" else 0.0
+            object.__setattr__(self, "video_cond_noise_prob", probability)
         if self.action_infer_mode is None:
             whole_video = self.variant in ("joint", "idm")
             object.__setattr__(self, "action_infer_mode", "idm" if whole_video else "first_frame")
@@ -250,10 +252,9 @@ class WAMConfig:
                 f"{TEMPORAL_STRIDE}, got {self.num_video_frames}."
             )
         for name in ("video_cond_noise_prob", "action_idm_prob"):
-            if not 0.0 <= getattr(self, name) <= 1.0:
-                raise ValueError(
-                    f"WAMConfig.{name} is a probability in [0, 1], got {getattr(self, name)}."
-                )
+            probability = getattr(self, name)
+            if probability is not None and not 0.0 <= probability <= 1.0:
+                raise ValueError(f"WAMConfig.{name} is a probability in [0, 1], got {probability}.")
         for name in ("loss_lambda_video", "loss_lambda_action"):
             if getattr(self, name) < 0:
                 raise ValueError(

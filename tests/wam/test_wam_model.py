@@ -276,8 +276,9 @@ def test_official_configuration_is_read():
     assert config.video_dit_config.patch_size == (1, 2, 2)
     assert config.action_dit_config.ffn_dim == 64
     assert config.num_latent_frames == 3
-    assert config.video_cond_noise_prob == 0.0
-    assert golden.config(variant="idm", video_cond_noise_prob=None).video_cond_noise_prob == 0.5
+    assert config.video_cond_noise_prob is None
+    assert golden.config(variant="idm").video_cond_noise_prob == 0.5
+    assert golden.config(variant="optional_idm").video_cond_noise_prob == 0.0
 
 
 def changed(part, **values):
