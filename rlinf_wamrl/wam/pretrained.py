@@ -12,7 +12,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -25,11 +25,11 @@ from rlinf_wamrl.files import atomic_folder
 from rlinf_wamrl.normalisation import DatasetStatistics
 from rlinf_wamrl.processing import Processor, ProcessorConfig
 from rlinf_wamrl.wam.config import WAMConfig
-from rlinf_wamrl.wam.loading import wam_from_state
 from rlinf_wamrl.wam.text import HashedWordEncoder, TextEncoder, build_text_encoder
 from rlinf_wamrl.wam.vae import VideoVAE, load_vae
 from rlinf_wamrl.wam.vae_patch import PatchVAE
 from rlinf_wamrl.wam.wam import WAM
+from rlinf_wamrl.wam.weights import wam_from_state
 
 __all__ = ["PretrainedWAM", "load_pretrained", "model_card", "save_pretrained"]
 
@@ -202,7 +202,16 @@ def model_card(pretrained: PretrainedWAM, name: str) -> str:
 
 
 def _table(rows: Mapping[str, Any]) -> list[str]:
-    return ["| | |", "|---|---|", *(f"| {key} | {value} |" for key, value in rows.items())]
+    return ["| | |", "|---|---|", *(f"| {key} | {value} |" for key, value in _flat(rows))]
+
+
+def _flat(rows: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Rows with nested mappings spelled out as dotted names."""
+    for key, value in rows.items():
+        if isinstance(value, Mapping):
+            yield from _flat(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value
 
 
 def _read_config(path: Path) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from rlinf_wamrl.wam.pretrained import PretrainedWAM, load_pretrained, save_pret
 from rlinf_wamrl.wam.text import HashedWordEncoder
 from rlinf_wamrl.wam.vae_patch import PatchVAE, PatchVAEConfig
 
-TRAINING = {"steps": 926, "success": "37/60 (49 to 73 %)"}
+TRAINING = {"steps": 926, "success": "37/60 (49 to 73 %)", "recipe": {"train": {"lr": 0.001}}}
 
 
 @pytest.fixture(scope="module")
@@ -70,6 +70,7 @@ def test_model_card(folder):
         "| sigma shift at inference | 1.0 (actions), 5.0 (video) |",
         "| images | two of 32 x 24, side by side |",
         "| success | 37/60 (49 to 73 %) |",
+        "| recipe.train.lr | 0.001 |",
     ):
         assert line in card
 

@@ -6,6 +6,7 @@ import pytest
 import torch
 from diffusers import AutoencoderKLWan
 from safetensors.torch import load_file, save_file
+from wan22_vae_keys import real_keys
 
 from rlinf_wamrl.wam.vae import VideoVAE, latent_shape, load_vae
 from rlinf_wamrl.wam.vae_wan22 import (
@@ -17,7 +18,6 @@ from rlinf_wamrl.wam.vae_wan22 import (
 )
 
 GOLDEN = Path(__file__).parents[3] / "shared" / "golden" / "wan22_vae_tiny"
-REAL_KEYS = Path(__file__).parents[1] / "golden" / "wan22_vae_keys_real.txt"
 
 needs_golden = pytest.mark.skipif(
     not GOLDEN.is_dir(), reason=f"golden data of the tiny Wan2.2 VAE (4 MB) not found at {GOLDEN}"
@@ -39,15 +39,6 @@ def vae(official_state, tmp_path_factory):
 @pytest.fixture(scope="module")
 def golden():
     return load_file(GOLDEN / "io.safetensors")
-
-
-def real_keys():
-    lines = REAL_KEYS.read_text().splitlines()
-    names, shapes = zip(*(line.split("\t") for line in lines), strict=True)
-    return {
-        name: torch.empty([int(n) for n in shape.strip("[]").split(",")], device="meta")
-        for name, shape in zip(names, shapes, strict=True)
-    }
 
 
 @needs_golden
