@@ -82,7 +82,10 @@ class EnvConfig:
             "give at least 1",
         )
         _require(
-            "num_future_frames", self.num_future_frames, self.num_future_frames >= 0, "give 0 or more"
+            "num_future_frames",
+            self.num_future_frames,
+            self.num_future_frames >= 0,
+            "give 0 or more",
         )
         _require(
             "watchdog_seconds", self.watchdog_seconds, self.watchdog_seconds > 0, "give seconds > 0"

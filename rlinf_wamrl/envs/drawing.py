@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
+import weakref
+
 import mujoco
 import numpy as np
 
 __all__ = ["Drawing"]
-
-_VISUAL_GROUP, _HIDDEN_GROUP = 1, 4
-_BRIGHT, _DARK = (0.9, 0.9, 0.9, 1.0), (0.35, 0.35, 0.35, 1.0)
 
 
 class Drawing:
@@ -17,10 +16,8 @@ class Drawing:
     Args:
         env: A robosuite environment built without an off-screen renderer.
         cameras: Camera names; :meth:`draw` returns one picture for each.
-        settings: ``image_size``, ``render_quality`` and ``max_texture_size``.
+        settings: ``image_size`` and ``render_quality``.
     """
-
-    _current: Drawing | None = None  # whose context is bound in this process
 
     def __init__(self, env, cameras: tuple[str, ...], settings) -> None:
         from robosuite.utils.binding_utils import GLContext
@@ -34,14 +31,15 @@ class Drawing:
             visual.quality.shadowsize = 0  # 64 MiB that would stay empty
         if settings.render_quality != "stock":
             visual.quality.offsamples = 0
-        if settings.render_quality == "light":
-            _draw_arm_by_collision_meshes(self._model)
         self._context = GLContext(self._size, self._size, -1)
-        self._bind()
+        self._context.make_current()
         self._scene = mujoco.MjvScene(self._model, maxgeom=1000)
         if settings.render_quality != "stock":
             self._scene.flags[mujoco.mjtRndFlag.mjRND_REFLECTION] = 0
         self._renderer = mujoco.MjrContext(self._model, mujoco.mjtFontScale.mjFONTSCALE_150)
+        # MuJoCo frees display lists by number, in whatever context is bound: without this, a
+        # collected environment would take the pictures of a living one with it.
+        self._finalizer = weakref.finalize(self, _free, self._context, self._renderer)
         mujoco.mjr_setBuffer(mujoco.mjtFramebuffer.mjFB_OFFSCREEN, self._renderer)
         self._option = mujoco.MjvOption()
         self._option.geomgroup[0] = 0  # collision shapes
@@ -55,7 +53,8 @@ class Drawing:
         OpenGL rows run bottom up, which LIBERO keeps, so its picture stands on its head; the
         field's convention turns it by 180 degrees, which also mirrors left and right.
         """
-        self._bind()
+        # Always: building or freeing another environment's context unbinds this one.
+        self._context.make_current()
         pictures = []
         for camera in self._cameras:
             self._camera.fixedcamid = camera
@@ -76,26 +75,10 @@ class Drawing:
 
     def close(self) -> None:
         """Free the context."""
-        self._renderer.free()
-        self._context.free()
-        if Drawing._current is self:
-            Drawing._current = None
-
-    def _bind(self) -> None:
-        if Drawing._current is not self:
-            self._context.make_current()
-            Drawing._current = self
+        self._finalizer()
 
 
-def _draw_arm_by_collision_meshes(model: mujoco.MjModel) -> None:
-    for geom in range(model.ngeom):
-        if model.geom_type[geom] != mujoco.mjtGeom.mjGEOM_MESH:
-            continue
-        name = mujoco.mj_id2name(model, mujoco.mjtObj.mjOBJ_GEOM, geom) or ""
-        if not name.startswith(("robot0_", "gripper0_")):
-            continue
-        if model.geom_group[geom] == _VISUAL_GROUP:
-            model.geom_group[geom] = _HIDDEN_GROUP
-        elif name.endswith("_collision"):
-            model.geom_group[geom] = _VISUAL_GROUP
-            model.geom_rgba[geom] = _DARK if "finger" in name else _BRIGHT
+def _free(context, renderer: mujoco.MjrContext) -> None:
+    context.make_current()
+    renderer.free()
+    context.free()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import xml.etree.ElementTree as ET
 from collections import OrderedDict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -12,6 +13,7 @@ import mujoco
 import numpy as np
 
 from rlinf_wamrl.envs.libero_setup import bootstrap_libero, point_libero_at
+from rlinf_wamrl.envs.model_xml import draw_arm_by_collision_shapes, shrink_textures
 from rlinf_wamrl.envs.suites import TaskSpec, load_init_states
 
 __all__ = [
@@ -128,7 +130,7 @@ class LiberoEnv:
         self.settle_steps = settings.settle_steps or task.settle_steps
         self._init_states = load_init_states(task)
         with private_numpy_seed(0):
-            self._env = build_problem(task)
+            self._env = build_problem(task, settings)
         from rlinf_wamrl.envs.drawing import Drawing
         from rlinf_wamrl.envs.physics import ArmStepper
 
@@ -276,17 +278,39 @@ class LiberoEnv:
         return Observation(main=main, wrist=wrist, proprio=proprio)
 
 
-def build_problem(task: TaskSpec):
-    """Construct LIBERO's problem class as its ``OffScreenRenderEnv`` does, without observables."""
+def build_problem(task: TaskSpec, settings: EnvSettings):
+    """Construct LIBERO's problem class as its ``OffScreenRenderEnv`` does, without observables.
+
+    Raises:
+        FileNotFoundError: A mesh, texture or scene file is missing.
+    """
     bootstrap_libero()
     import libero.libero.envs.bddl_utils as bddl_utils
     import robosuite
     from libero.libero.envs import TASK_MAPPING
+    from robosuite.utils.binding_utils import MjSim
 
     if task.assets_root is not None:
         point_libero_at(task.assets_root)
-    problem = bddl_utils.get_problem_info(str(task.bddl_file))["problem_name"]
-    env = TASK_MAPPING[problem](
+
+    def initialize_sim(self, xml_string=None):
+        model = ET.fromstring(xml_string or self.model.get_xml())
+        files = {}
+        if settings.render_quality == "light":
+            draw_arm_by_collision_shapes(model)
+        if settings.max_texture_size is not None:
+            files = shrink_textures(model, settings.max_texture_size)
+        xml = ET.tostring(model, encoding="unicode")
+        self.sim = MjSim(mujoco.MjModel.from_xml_string(xml, files))
+        # MuJoCo keeps every decoded mesh and picture, hundreds of MB, for a model that may come.
+        mujoco.mj_clearCache(mujoco.mj_getCache())
+        self.sim.forward()
+        self.initialize_time(self.control_freq)
+
+    problem = TASK_MAPPING[bddl_utils.get_problem_info(str(task.bddl_file))["problem_name"]]
+    # LIBERO compares the name of the class with the name in the BDDL file.
+    problem = type(problem.__name__, (problem,), {"_initialize_sim": initialize_sim})
+    env = problem(
         str(task.bddl_file),
         robots=["Panda"],
         controller_configs=robosuite.load_controller_config(default_controller="OSC_POSE"),

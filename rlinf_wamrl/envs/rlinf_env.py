@@ -279,7 +279,9 @@ class WAMLiberoEnv:
             "future_frames_mask": torch.from_numpy(arrays["frame_mask"].copy()),
             "executed_mask": torch.from_numpy(arrays["executed"][:, :chunk_length].copy()),
             "task_id": torch.tensor([place.task_id for place in places]),
-            "seed": torch.tensor([scene_seed(self.config.seed, a) if a else -1 for a in assignments]),
+            "seed": torch.tensor(
+                [scene_seed(self.config.seed, a) if a else -1 for a in assignments]
+            ),
             "group_id": torch.from_numpy(first_group + envs // self.group_size),
             "episode_id": torch.from_numpy(first_group * self.group_size + envs),
             "init_state_id": torch.tensor([place.init_state_id for place in places]),
@@ -289,7 +291,8 @@ class WAMLiberoEnv:
         lengths = torch.from_numpy(self._elapsed.copy())
         returns = torch.from_numpy(self._returns.copy())
         tasks = [
-            -1 if self.assignments[env // self.group_size] is None
+            -1
+            if self.assignments[env // self.group_size] is None
             else self.assignments[env // self.group_size].task_id
             for env in range(self.num_envs)
         ]

@@ -219,15 +219,19 @@ class _Process:
         command = [sys.executable, "-c", _CHILD_PROGRAM]
         command += [str(theirs.fileno()), str(arrays.descriptor), str(os.getpid())]
         # A child dies with the thread that started it, so that must be one that stays.
-        self.popen = _spawner().submit(
-            subprocess.Popen,
-            command,
-            stdin=subprocess.DEVNULL,
-            stdout=self.errors,
-            stderr=self.errors,
-            pass_fds=(theirs.fileno(), arrays.descriptor),
-            env=_child_environment(),
-        ).result()
+        self.popen = (
+            _spawner()
+            .submit(
+                subprocess.Popen,
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=self.errors,
+                stderr=self.errors,
+                pass_fds=(theirs.fileno(), arrays.descriptor),
+                env=_child_environment(),
+            )
+            .result()
+        )
         theirs.close()
         self.pipe = connection.Connection(ours.detach())
         self.send(setup)
@@ -257,7 +261,9 @@ class _Process:
             answer = self.pipe.recv()
         except (EOFError, ConnectionResetError):
             code = self.popen.wait()
-            how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with {code}"
+            how = (
+                f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with {code}"
+            )
             raise _ProcessLostError(f"{name} {how}.\n{self._error_output()}") from None
         if answer is not None:
             raise EnvironmentProcessError(f"{name} failed:\n{answer}")

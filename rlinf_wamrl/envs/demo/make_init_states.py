@@ -12,7 +12,12 @@ from pathlib import Path
 import numpy as np
 
 from rlinf_wamrl.envs.demo import INIT_STATES_FILE
-from rlinf_wamrl.envs.libero import OPEN_GRIPPER, build_problem, private_numpy_seed
+from rlinf_wamrl.envs.libero import (
+    OPEN_GRIPPER,
+    EnvSettings,
+    build_problem,
+    private_numpy_seed,
+)
 from rlinf_wamrl.envs.suites import TaskSpec, load_suite
 
 STATES_PER_TASK = 200
@@ -24,7 +29,7 @@ def make_states(task: TaskSpec, count: int) -> np.ndarray:
 
     State ``i`` depends on ``(task, i)`` alone.
     """
-    env = build_problem(task)
+    env = build_problem(task, EnvSettings())
     from rlinf_wamrl.envs.physics import ArmStepper
 
     stepper = ArmStepper(env)
