@@ -20,6 +20,8 @@ from rlinf_wamrl.wam.layers import (
 )
 from rlinf_wamrl.wam.state import ActionCache
 
+__all__ = ["ActionExpert"]
+
 
 class ActionExpert(Embeddings):
     """Predicts the velocity of noisy actions that attend to the video's keys and values."""

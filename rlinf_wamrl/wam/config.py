@@ -6,6 +6,24 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any, Literal
 
+__all__ = [
+    "ACTION_GROUP_MASKS",
+    "ACTION_INFER_MODES",
+    "ActionExpertConfig",
+    "ActionGroupMask",
+    "ActionInferMode",
+    "ExpertConfig",
+    "TEMPORAL_STRIDE",
+    "VARIANTS",
+    "VIDEO_MASKS",
+    "Variant",
+    "VideoExpertConfig",
+    "VideoMask",
+    "WAMConfig",
+    "fastwam_5b",
+    "rotary_widths",
+]
+
 VideoMask = Literal["first_frame_causal", "bidirectional", "per_frame_causal"]
 ActionGroupMask = Literal["group_diagonal", "causal"]
 Variant = Literal["uncond", "joint", "idm", "optional_idm"]

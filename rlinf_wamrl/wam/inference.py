@@ -13,6 +13,8 @@ from torch import Tensor
 
 from rlinf_wamrl.wam.state import WAMState
 
+__all__ = ["Denoiser", "check_first_frame", "imagine", "infer_action", "infer_joint", "seen_video"]
+
 
 class Denoiser(Protocol):
     """What the functions here need of a model."""

@@ -17,6 +17,26 @@ from torch.utils.checkpoint import checkpoint
 
 from rlinf_wamrl.wam.config import ExpertConfig
 
+__all__ = [
+    "Attention",
+    "Block",
+    "CrossAttention",
+    "Embeddings",
+    "KeyValueTap",
+    "Modulation",
+    "RMSNorm",
+    "RotaryTable",
+    "SelfAttention",
+    "Stream",
+    "attend",
+    "attention_mask_of_context",
+    "gate",
+    "modulate",
+    "rotate",
+    "run_layer",
+    "sinusoid",
+]
+
 ROTARY_BASE = 10000.0
 MAX_POSITIONS = 1024
 

@@ -12,6 +12,14 @@ from rlinf_wamrl.wam.config import (
     VideoMask,
 )
 
+__all__ = [
+    "action_conditioned_context_mask",
+    "action_group_mask",
+    "mixture_mask",
+    "teacher_forcing_mask",
+    "video_mask",
+]
+
 
 def video_mask(
     mode: VideoMask, frames: int, tokens_per_frame: int, device: torch.device | None = None

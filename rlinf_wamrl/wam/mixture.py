@@ -9,6 +9,8 @@ from rlinf_wamrl.wam.action_expert import ActionExpert
 from rlinf_wamrl.wam.layers import Block, Stream, attend, run_layer
 from rlinf_wamrl.wam.video_expert import VideoExpert
 
+__all__ = ["MixtureOfTransformers"]
+
 
 class MixtureOfTransformers(nn.Module):
     """Holds both experts and runs them in lock step, sequence order [video | action].

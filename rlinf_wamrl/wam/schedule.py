@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+__all__ = ["FlowMatchScheduler", "NUM_TRAIN_TIMESTEPS", "shift_time"]
+
 NUM_TRAIN_TIMESTEPS = 1000
 """Network timestep at sigma = 1."""
 _WEIGHT_EPS = 1e-10

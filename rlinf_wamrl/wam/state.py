@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+__all__ = ["ActionCache", "WAMState"]
+
 
 @dataclass(frozen=True, kw_only=True)
 class WAMState:

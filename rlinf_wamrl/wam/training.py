@@ -15,6 +15,17 @@ from torch import Tensor
 from rlinf_wamrl.wam.config import TEMPORAL_STRIDE
 from rlinf_wamrl.wam.masks import mixture_mask, teacher_forcing_mask, video_mask
 
+__all__ = [
+    "TrainingBatch",
+    "TrainingDraws",
+    "TrainingLoss",
+    "build_batch",
+    "compute_loss",
+    "draw",
+    "joint_attention_mask",
+    "teacher_forcing_attention_mask",
+]
+
 if TYPE_CHECKING:
     from rlinf_wamrl.wam.wam import WAM
 

@@ -22,6 +22,8 @@ from rlinf_wamrl.wam.layers import (
 )
 from rlinf_wamrl.wam.masks import action_conditioned_context_mask, video_mask
 
+__all__ = ["VideoExpert", "VideoHead"]
+
 
 class VideoHead(nn.Module):
     """Norm, modulation by the time embedding and a linear layer to the pixels of a patch."""

@@ -25,6 +25,8 @@ from rlinf_wamrl.wam.state import ActionCache, WAMState
 from rlinf_wamrl.wam.vae import VideoVAE
 from rlinf_wamrl.wam.video_expert import VideoExpert
 
+__all__ = ["WAM"]
+
 
 class WAM(nn.Module):
     """FastWAM in all its variants.
