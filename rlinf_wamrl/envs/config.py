@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from rlinf_wamrl.envs.libero import EnvSettings
+from rlinf_wamrl.envs.settings import EnvSettings
 from rlinf_wamrl.envs.suites import Suite, load_init_states, load_suite
 
 __all__ = ["EnvConfig"]

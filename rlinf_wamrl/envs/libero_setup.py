@@ -36,11 +36,15 @@ def libero_package_root() -> Path:
     return Path(next(iter(spec.submodule_search_locations))) / "libero"
 
 
-def bootstrap_libero() -> None:
-    """Import LIBERO's environments and register this project's demo problem with them.
+def bootstrap_libero(*, with_benchmark: bool = False) -> None:
+    """Import LIBERO's environments and register this project's demo suite with them.
 
     Chooses the renderer, writes LIBERO's configuration file in a place of its own (atomically:
     many processes start at once) and silences the banners of gym and robosuite.
+
+    Args:
+        with_benchmark: Also register the suite with ``libero.libero.benchmark``, which imports
+            torch and is needed only by code that asks LIBERO for its suites.
 
     Raises:
         RuntimeError: No off-screen renderer can be loaded.
@@ -48,11 +52,15 @@ def bootstrap_libero() -> None:
     """
     choose_renderer()
     _write_libero_config()
-    with _quiet_third_party():
+    with _quiet_third_party(), _hidden_gpus():
         importlib.import_module("libero.libero.envs")
     from rlinf_wamrl.envs.demo import domain
 
     domain.register()
+    if with_benchmark:
+        from rlinf_wamrl.envs.demo import benchmark
+
+        benchmark.register()
 
 
 def point_libero_at(root: Path) -> None:
@@ -109,6 +117,17 @@ def _quiet_third_party() -> Iterator[None]:
         yield
     finally:
         logger.removeFilter(_is_not_macro_advice)
+
+
+@contextlib.contextmanager
+def _hidden_gpus() -> Iterator[None]:
+    """robosuite takes the EGL device for a CUDA number, and refuses one that is not visible."""
+    visible = os.environ.pop("CUDA_VISIBLE_DEVICES", None)
+    try:
+        yield
+    finally:
+        if visible is not None:
+            os.environ["CUDA_VISIBLE_DEVICES"] = visible
 
 
 def _is_not_macro_advice(record: logging.LogRecord) -> bool:

@@ -15,8 +15,8 @@ _BRIGHT, _DARK = "0.9 0.9 0.9 1", "0.35 0.35 0.35 1"
 def draw_arm_by_collision_shapes(model: ET.Element) -> None:
     """Show the arm's collision shapes (a tenth of the faces) in place of its visual meshes.
 
-    The visual geoms stay, because robosuite looks their names up, but as invisible points. Bodies of
-    the arm state their inertia, so nothing that moves depends on these geoms.
+    The visual geoms stay, because robosuite looks their names up, but as invisible points. The
+    arm's bodies state their inertia, so nothing that moves depends on these geoms.
     """
     for geom in model.iter("geom"):
         name = geom.get("name", "")

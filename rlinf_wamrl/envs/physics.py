@@ -10,6 +10,7 @@ trajectory is the same to the last bit (a test compares them).
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass, field
 
 import mujoco
 import numpy as np
@@ -20,11 +21,41 @@ from robosuite.utils.control_utils import (
     set_goal_orientation,
 )
 
-__all__ = ["ArmStepper"]
+__all__ = ["ArmStepper", "SimulationState"]
 
 # After `set_init_state` a stock environment samples its observables in the 24th of 25 substeps
 # (its sampling clock runs two substeps early), so this is what every recorded dataset shows.
 OBSERVED_SUBSTEP = 24
+
+
+@dataclass(frozen=True, kw_only=True)
+class SimulationState:
+    """Everything that decides how an episode goes on; restoring it continues bit for bit."""
+
+    physics: np.ndarray  # MuJoCo's integration state
+    body_pos: np.ndarray  # [nbody, 3], fixtures are placed by moving bodies of the model
+    body_quat: np.ndarray  # [nbody, 4]
+    site_rgba: np.ndarray  # [nsite, 4], a lit stove is a visible site
+    gripper_command: np.ndarray  # [2]
+    controller: dict = field(repr=False)
+    steps_goal_held: int  # of the demo suite's problem class
+
+
+_CONTROLLER_STATE = (
+    "goal_pos",
+    "goal_ori",
+    "ee_pos",
+    "ee_ori_mat",
+    "ee_pos_vel",
+    "ee_ori_vel",
+    "joint_pos",
+    "joint_vel",
+    "J_pos",
+    "J_ori",
+    "J_full",
+    "mass_matrix",
+    "new_update",
+)
 
 
 class ArmStepper:
@@ -95,13 +126,43 @@ class ArmStepper:
                 on_observed()
 
     def end_effector(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Position [3] (m), xyzw quaternion [4] and finger positions [2] (m) as of the last step."""
+        """Position [3] (m), xyzw quaternion [4], finger positions [2] (m), as of the last step."""
         quat = self.data.xquat[self._hand_body]
         return (
             self.data.site_xpos[self._site].copy(),
             quat[[1, 2, 3, 0]],
             self.data.qpos[self._finger_qpos],
         )
+
+    def save_state(self) -> SimulationState:
+        """Copy of the state, to be restored by :meth:`load_state`."""
+        model, data = self.model, self.data
+        physics = np.empty(mujoco.mj_stateSize(model, mujoco.mjtState.mjSTATE_INTEGRATION))
+        mujoco.mj_getState(model, data, physics, mujoco.mjtState.mjSTATE_INTEGRATION)
+        robot = self._env.robots[0]
+        return SimulationState(
+            physics=physics,
+            body_pos=model.body_pos.copy(),
+            body_quat=model.body_quat.copy(),
+            site_rgba=model.site_rgba.copy(),
+            gripper_command=robot.gripper.current_action,
+            # The stepper replaces these arrays, it never writes into them.
+            controller={name: getattr(robot.controller, name) for name in _CONTROLLER_STATE},
+            steps_goal_held=getattr(self._env, "steps_goal_held", 0),
+        )
+
+    def load_state(self, state: SimulationState) -> None:
+        """Go back to a saved state. Poses are as of the next step, which recomputes them."""
+        model, data = self.model, self.data
+        mujoco.mj_setState(model, data, state.physics, mujoco.mjtState.mjSTATE_INTEGRATION)
+        model.body_pos[:] = state.body_pos
+        model.body_quat[:] = state.body_quat
+        model.site_rgba[:] = state.site_rgba
+        robot = self._env.robots[0]
+        robot.gripper.current_action = state.gripper_command
+        for name, value in state.controller.items():
+            setattr(robot.controller, name, value)
+        self._env.steps_goal_held = state.steps_goal_held
 
     def _read_kinematics(self, controller) -> None:
         model, data, qvel_index = self.model, self.data, self._qvel_index

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import atexit
 import concurrent.futures
+import contextlib
 import logging
 import os
 import signal
@@ -18,8 +18,8 @@ from multiprocessing import connection
 
 import numpy as np
 
-from rlinf_wamrl.envs.libero import EnvSettings
 from rlinf_wamrl.envs.rendering import choose_renderer
+from rlinf_wamrl.envs.settings import EnvSettings
 from rlinf_wamrl.envs.shared_memory import ArrayLayout, SharedArrays
 from rlinf_wamrl.envs.suites import TaskSpec
 from rlinf_wamrl.envs.worker_process import EpisodeSpec, ResetCommand, StepCommand, WorkerSetup
@@ -96,7 +96,6 @@ class VectorEnv:
         self._processes: list[_Process | None] = [None] * settings.num_processes
         self._restarts_left = settings.restarts
         self._finalizer = weakref.finalize(self, _stop, self._processes)
-        atexit.register(self._finalizer)
 
     def process_of(self, slot: int) -> int:
         """Index of the process that runs a slot."""
@@ -214,7 +213,7 @@ class _Process:
     def __init__(self, setup: WorkerSetup, arrays: SharedArrays, index: int) -> None:
         choose_renderer()  # a missing library is told by the parent, in words
         self.index = index
-        self.errors = tempfile.TemporaryFile()
+        self.errors = tempfile.TemporaryFile()  # noqa: SIM115, closed by stop()
         ours, theirs = socket.socketpair()
         command = [sys.executable, "-c", _CHILD_PROGRAM]
         command += [str(theirs.fileno()), str(arrays.descriptor), str(os.getpid())]
@@ -237,10 +236,9 @@ class _Process:
         self.send(setup)
 
     def send(self, message) -> None:
-        try:
+        # A death is told when the answer is awaited.
+        with contextlib.suppress(BrokenPipeError, ConnectionResetError):
             self.pipe.send(message)
-        except (BrokenPipeError, ConnectionResetError):
-            pass  # the death is told when its answer is awaited
 
     def wait(self, timeout: float) -> None:
         self.receive(hangs=not self.pipe.poll(timeout))

@@ -16,12 +16,17 @@ import traceback
 from collections import OrderedDict
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from rlinf_wamrl.envs.libero import EnvSettings, LiberoEnv, Observation, SimulationState
+from rlinf_wamrl.envs.libero import LiberoEnv
+from rlinf_wamrl.envs.settings import EnvSettings, Observation
 from rlinf_wamrl.envs.shared_memory import ArrayLayout, SharedArrays
 from rlinf_wamrl.envs.suites import TaskSpec
+
+if TYPE_CHECKING:
+    from rlinf_wamrl.envs.physics import SimulationState
 
 __all__ = ["EpisodeSpec", "ResetCommand", "StepCommand", "WorkerSetup", "main"]
 

@@ -128,7 +128,7 @@ class WamrlDemoTabletop(TASK_MAPPING["libero_tabletop_manipulation"]):
         self.table_full_size = (1.0, 1.2, 0.05)
         self.table_offset = (0, 0, TABLE_HEIGHT)
         self.z_offset = 0.01 - self.table_full_size[2]
-        self._steps_goal_held = 0
+        self.steps_goal_held = 0
         kwargs.update(
             robots=["DemoPanda"],
             workspace_offset=self.table_offset,
@@ -170,18 +170,18 @@ class WamrlDemoTabletop(TASK_MAPPING["libero_tabletop_manipulation"]):
 
     def _reset_internal(self):
         super()._reset_internal()
-        self._steps_goal_held = 0
+        self.steps_goal_held = 0
 
     def _post_process(self):
         super()._post_process()
         # All predicates are evaluated in the order of the BDDL file, the cheap ones first.
         if all(self._eval_predicate(state) for state in self.parsed_problem["goal_state"]):
-            self._steps_goal_held += 1
+            self.steps_goal_held += 1
         else:
-            self._steps_goal_held = 0
+            self.steps_goal_held = 0
 
     def _check_success(self):
-        return self._steps_goal_held >= SUCCESS_STEPS
+        return self.steps_goal_held >= SUCCESS_STEPS
 
 
 def register() -> None:

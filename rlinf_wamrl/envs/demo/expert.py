@@ -154,6 +154,6 @@ class Expert:
 
 
 def _yaw(quaternion: np.ndarray) -> float:
-    """Heading of a body's x axis in the table plane, rad; the hand points down, so it still has one."""
+    """Heading of a body's x axis in the table plane, rad."""
     x, y, z, w = quaternion
     return np.arctan2(2.0 * (w * z + x * y), 1.0 - 2.0 * (y * y + z * z))

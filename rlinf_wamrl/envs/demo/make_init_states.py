@@ -12,12 +12,9 @@ from pathlib import Path
 import numpy as np
 
 from rlinf_wamrl.envs.demo import INIT_STATES_FILE
-from rlinf_wamrl.envs.libero import (
-    OPEN_GRIPPER,
-    EnvSettings,
-    build_problem,
-    private_numpy_seed,
-)
+from rlinf_wamrl.envs.libero import OPEN_GRIPPER
+from rlinf_wamrl.envs.libero_setup import bootstrap_libero
+from rlinf_wamrl.envs.settings import EnvSettings
 from rlinf_wamrl.envs.suites import TaskSpec, load_suite
 
 STATES_PER_TASK = 200
@@ -29,14 +26,15 @@ def make_states(task: TaskSpec, count: int) -> np.ndarray:
 
     State ``i`` depends on ``(task, i)`` alone.
     """
-    env = build_problem(task, EnvSettings())
+    bootstrap_libero()
     from rlinf_wamrl.envs.physics import ArmStepper
+    from rlinf_wamrl.envs.problem import build_problem, place_objects
 
+    env = build_problem(task, EnvSettings())
     stepper = ArmStepper(env)
     states = []
     for index in range(count):
-        with private_numpy_seed(1_000 * (task.task_id + 1) + index):
-            env.reset()
+        place_objects(env, 1_000 * (task.task_id + 1) + index)
         for _ in range(_SETTLE_STEPS):
             stepper.step(OPEN_GRIPPER)
         state = env.sim.get_state().flatten()
