@@ -6,8 +6,8 @@ A World-Action Model never sees pixels. It sees latents, and every autoencoder t
 
 from __future__ import annotations
 
-import importlib
 import math
+import pkgutil
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -83,10 +83,7 @@ def load_vae(
     """
     if kind not in VAE_KINDS:
         raise ValueError(f"unknown kind of VAE {kind!r}; known kinds: {', '.join(VAE_KINDS)}")
-    module_name, class_name = VAE_KINDS[kind].split(":")
-    return getattr(importlib.import_module(module_name), class_name).load(
-        path, device=device, dtype=dtype
-    )
+    return pkgutil.resolve_name(VAE_KINDS[kind]).load(path, device=device, dtype=dtype)
 
 
 def latent_shape(vae: VideoVAE, video_shape: tuple[int, ...]) -> tuple[int, int, int, int, int]:

@@ -2,6 +2,7 @@
 
 import hashlib
 import multiprocessing
+import weakref
 
 import numpy as np
 import pytest
@@ -10,13 +11,13 @@ from transformers import PreTrainedTokenizerFast, UMT5Config, UMT5EncoderModel
 
 from rlinf_wamrl.wam.text import (
     FASTWAM_PROMPT,
-    CachedTextEncoder,
     HashedWordEncoder,
     TextEncoder,
-    UMT5Encoder,
+    build_text_encoder,
     format_prompt,
-    umt5_identity,
 )
+from rlinf_wamrl.wam.text_cache import CachedTextEncoder
+from rlinf_wamrl.wam.text_umt5 import UMT5Encoder
 
 LIFT = "lift the red cube"
 
@@ -120,30 +121,44 @@ def test_umt5_refuses_in_words(umt5_folder, tmp_path):
         UMT5Encoder.from_folder(tmp_path)
 
 
-def test_cache_builds_the_encoder_once_and_frees_it(umt5_folder, tmp_path):
-    builds = []
+def test_cache_loads_the_encoder_once_and_frees_it(umt5_folder, tmp_path, monkeypatch):
+    expected = UMT5Encoder.from_folder(umt5_folder, length=24).encode([LIFT, "lift cube"])[0]
+    loads = []
+    load = UMT5EncoderModel.from_pretrained
 
-    def build():
-        builds.append(1)
-        return UMT5Encoder.from_folder(umt5_folder, length=24)
+    def counted(*arguments, **settings):
+        model = load(*arguments, **settings)
+        loads.append(weakref.ref(model))
+        return model
 
-    arguments = {"length": 24, "dim": 16}
-    identity = umt5_identity(umt5_folder, length=24)
-    cached = CachedTextEncoder(tmp_path, build, identity=identity, **arguments)
-    expected = build().encode([LIFT, "lift cube"])[0]
-    builds.clear()
-    first, mask = cached.encode([LIFT, "lift cube", LIFT])
-    assert torch.equal(first[:2], expected.float())
-    assert torch.equal(first[2], first[0])
+    monkeypatch.setattr(UMT5EncoderModel, "from_pretrained", counted)
+
+    def cached():
+        return build_text_encoder(
+            "umt5", model_folder=umt5_folder, cache_folder=tmp_path, length=24
+        )
+
+    encoder = cached()
+    assert loads == []
+    assert (encoder.length, encoder.dim) == (24, 16)
+    embeddings, mask = encoder.encode([LIFT, "lift cube", LIFT])
+    assert embeddings.dtype == torch.bfloat16
+    assert torch.equal(embeddings[:2], expected)
+    assert torch.equal(embeddings[2], embeddings[0])
     assert mask.all()
-    assert builds == [1]
-
-    def never():
-        raise AssertionError("everything is on disk")
-
-    again = CachedTextEncoder(tmp_path, never, identity=identity, dtype=torch.bfloat16, **arguments)
-    assert torch.equal(again.encode(["lift cube"])[0], expected[1:])
+    assert [reference() for reference in loads] == [None]
+    assert torch.equal(cached().encode(["lift cube"])[0], expected[1:])
+    assert len(loads) == 1
     assert not list(tmp_path.rglob("*.tmp"))
+
+
+def test_build_text_encoder():
+    encoder = HashedWordEncoder(dim=8, length=6, seed=3)
+    assert build_text_encoder(**encoder.settings).identity == encoder.identity
+    with pytest.raises(ValueError, match="unknown kind of text encoder 'bert'"):
+        build_text_encoder("bert")
+    with pytest.raises(ValueError, match="text encoder 'hashed_words': .*width"):
+        build_text_encoder("hashed_words", width=3)
 
 
 def test_cache_keys_tell_encoders_and_lengths_apart(tmp_path):
