@@ -33,7 +33,9 @@ def _import_if_present(name: str) -> ModuleType | None:
     """Import a module of RLinf that some versions lack; errors inside it are not hidden."""
     try:
         present = importlib.util.find_spec(name) is not None
-    except ModuleNotFoundError:  # a parent package is missing
+    except ModuleNotFoundError as error:
+        if error.name is None or not f"{name}.".startswith(f"{error.name}."):
+            raise  # a parent package is there and lacks something it needs
         return None
     return importlib.import_module(name) if present else None
 

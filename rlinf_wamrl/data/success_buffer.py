@@ -110,6 +110,9 @@ class SuccessBuffer:
     def add(self, episode: SuccessEpisode) -> None:
         """Take in a successful episode, moving or evicting older ones as the limits ask.
 
+        Args:
+            episode: Kept as it is, not copied, unless its tensors share memory with others.
+
         Raises:
             ValueError: The episode alone exceeds the capacity.
         """
@@ -120,7 +123,7 @@ class SuccessBuffer:
                 f"({self._capacity})."
             )
         self._index[self._next_id] = info
-        self._memory[self._next_id] = episode
+        self._memory[self._next_id] = episode.with_own_storage()
         self._next_id += 1
         self._shrink()
 

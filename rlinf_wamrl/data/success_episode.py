@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -128,6 +128,21 @@ class SuccessEpisode:
     def to_tensors(self) -> dict[str, Tensor]:
         """The tensors by name."""
         return {name: getattr(self, name) for name in _TENSORS}
+
+    def with_own_storage(self) -> SuccessEpisode:
+        """The episode with every tensor in memory of its own, copied only where it isn't yet.
+
+        A slice of a larger recording would keep all of that in memory, uncounted.
+        """
+        owned: dict[str, Tensor] = {}
+        taken: set[int] = set()
+        for name, tensor in self.to_tensors().items():
+            storage = tensor.untyped_storage()
+            if storage.nbytes() > tensor.nbytes or storage.data_ptr() in taken:
+                tensor = tensor.clone(memory_format=torch.contiguous_format)
+            taken.add(tensor.untyped_storage().data_ptr())
+            owned[name] = tensor
+        return replace(self, **owned)
 
     @classmethod
     def from_tensors(cls, tensors: Mapping[str, Tensor], info: EpisodeInfo) -> SuccessEpisode:
