@@ -8,8 +8,12 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from rlinf_wamrl import __version__
+
+if TYPE_CHECKING:
+    from omegaconf import DictConfig
 
 __all__ = ["main"]
 
@@ -38,6 +42,15 @@ def _parser() -> argparse.ArgumentParser:
     run.add_argument("config", help="YAML file, for example examples/libero_wamrl.yaml")
     run.add_argument("overrides", nargs="*", help="key=value, for example runner.max_steps=3")
     run.set_defaults(function=_run)
+
+    for name, function, summary in (
+        ("demos", _demos, "record scripted-expert episodes of the demo suite"),
+        ("pretrain", _pretrain, "train a small World-Action Model on recorded episodes"),
+    ):
+        verb = verbs.add_parser(name, help=summary)
+        verb.add_argument("--config", help="YAML file (default: the recipe of the shipped model)")
+        verb.add_argument("overrides", nargs="*", help="key=value, for example train.steps=500")
+        verb.set_defaults(function=function)
     return parser
 
 
@@ -62,6 +75,54 @@ def _run(options: argparse.Namespace) -> int:
         console.done()
         return _fail(str(error))
     return 0
+
+
+def _demos(options: argparse.Namespace) -> int:
+    from rlinf_wamrl.report.console import Console
+
+    console = Console()
+    cfg = _pretrain_config(options)
+    if cfg is None:
+        return 1
+    from rlinf_wamrl.pretrain.demos import record_demos
+
+    console.phase(f"recording to {cfg.demos_dir}")
+
+    def report(done: int, total: int, successes: int) -> None:
+        console.update(f"episodes {done}/{total}  success {successes}")
+
+    successes, total = record_demos(cfg.demos, cfg.demos_dir, report)
+    console.line(f"{total} episodes in {cfg.demos_dir}, {successes} successful")
+    return 0
+
+
+def _pretrain(options: argparse.Namespace) -> int:
+    from rlinf_wamrl.report.console import Console
+
+    console = Console()
+    cfg = _pretrain_config(options)
+    if cfg is None:
+        return 1
+    from rlinf_wamrl.pretrain.train import pretrain
+
+    try:
+        pretrain(cfg, console.line)
+    except (FileNotFoundError, ValueError, FloatingPointError) as error:
+        return _fail(str(error))
+    return 0
+
+
+def _pretrain_config(options: argparse.Namespace) -> DictConfig | None:
+    from rlinf_wamrl.config.compose import compose_typed, shipped_config
+    from rlinf_wamrl.config.errors import ConfigError
+    from rlinf_wamrl.pretrain.config import PretrainConfig
+
+    path = options.config or shipped_config("pretrain/small")
+    try:
+        return compose_typed(path, options.overrides, PretrainConfig)
+    except ConfigError as error:
+        _fail(str(error))
+        return None
 
 
 def _fail(message: str) -> int:

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from rlinf_wamrl.config.checkpoints import checkpoint_folder
 from rlinf_wamrl.policy import SamplingSettings, WAMPolicy
 from rlinf_wamrl.wam.pretrained import load_pretrained
 
@@ -21,9 +22,9 @@ def build_policy(cfg: Any, dtype: torch.dtype) -> WAMPolicy:
         cfg: the section, with ``model_path``, ``num_action_chunks`` and ``sampling``.
         dtype: of the model's weights.
     """
-    parts = load_pretrained(cfg.model_path, dtype=dtype)
+    parts = load_pretrained(checkpoint_folder(cfg.model_path), dtype=dtype)
     policy = WAMPolicy(
-        wam=parts.wam,
+        wam=parts.model,
         vae=parts.vae,
         text_encoder=parts.text_encoder,
         processor=parts.processor,

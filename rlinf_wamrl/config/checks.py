@@ -5,12 +5,12 @@ Each check looks at one relation between keys. They run on plain values: no torc
 
 from __future__ import annotations
 
-import importlib.util
 from pathlib import Path
 from typing import Any
 
 from omegaconf import DictConfig
 
+from rlinf_wamrl.config.checkpoints import checkpoint_folder
 from rlinf_wamrl.config.errors import ConfigError
 
 __all__ = ["check_values", "world_size"]
@@ -243,12 +243,10 @@ def _check_model(run: DictConfig) -> None:
 
 
 def _check_files(run: DictConfig) -> None:
-    path = run.actor.model.model_path
-    if not _is_shipped(path) and not Path(path).is_dir():
-        raise ConfigError(
-            f"actor.model.model_path = {path!r} is neither a folder nor a checkpoint that ships "
-            f"with the package ({', '.join(_shipped_names()) or 'none'})"
-        )
+    try:
+        checkpoint_folder(run.actor.model.model_path)
+    except FileNotFoundError as error:
+        raise ConfigError(f"actor.model.model_path: {error}") from error
     resume = run.runner.resume_dir
     if resume is not None:
         folder = Path(resume)
@@ -262,17 +260,3 @@ def _check_files(run: DictConfig) -> None:
         assets = run.env[side].assets_dir
         if assets is not None and not Path(assets).is_dir():
             raise ConfigError(f"env.{side}.assets_dir = {assets!r} is not a folder")
-
-
-def _pretrained_root() -> Path:
-    spec = importlib.util.find_spec("rlinf_wamrl")
-    return Path(spec.origin).parent / "pretrained"
-
-
-def _shipped_names() -> list[str]:
-    root = _pretrained_root()
-    return sorted(entry.name for entry in root.iterdir() if entry.is_dir()) if root.is_dir() else []
-
-
-def _is_shipped(path: str) -> bool:
-    return path in _shipped_names()

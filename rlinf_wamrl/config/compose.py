@@ -9,9 +9,8 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from hydra import compose, initialize_config_dir
 from hydra.core.global_hydra import GlobalHydra
@@ -23,24 +22,41 @@ from rlinf_wamrl.config.checks import check_values
 from rlinf_wamrl.config.errors import ConfigError
 from rlinf_wamrl.config.schema import RunConfig
 
-__all__ = ["SHIPPED_CONFIGS", "compose_run", "validate"]
+__all__ = ["SHIPPED_CONFIGS", "compose_run", "compose_typed", "shipped_config"]
 
 SHIPPED_CONFIGS = "pkg://rlinf_wamrl.configs"
 """Hydra search path of the configuration groups in this package."""
 
 
+def shipped_config(name: str) -> Path:
+    """Return the file of a configuration in this package, for example ``pretrain/small``."""
+    return Path(__file__).parent.parent / "configs" / f"{name}.yaml"
+
+
 def compose_run(path: str | Path, overrides: Sequence[str] = ()) -> DictConfig:
     """Compose and validate the run described by the YAML file ``path``.
+
+    Raises:
+        ConfigError: see :func:`compose_typed`; or a value is impossible.
+    """
+    run = compose_typed(path, overrides, RunConfig)
+    check_values(run)
+    return run
+
+
+def compose_typed(path: str | Path, overrides: Sequence[str], schema: type) -> DictConfig:
+    """Compose a YAML file and fit it to a schema of dataclasses.
 
     Args:
         path: the configuration file.
         overrides: Hydra overrides such as ``runner.max_steps=3``.
+        schema: dataclass of the whole configuration.
 
     Returns:
         The complete configuration: schema defaults filled in, interpolations resolved.
 
     Raises:
-        ConfigError: the file is missing or malformed, a key is unknown, a value impossible.
+        ConfigError: the file is missing or malformed, a key is unknown, missing or of a wrong type.
     """
     path = Path(path).resolve()
     if not path.is_file():
@@ -63,17 +79,11 @@ def compose_run(path: str | Path, overrides: Sequence[str] = ()) -> DictConfig:
         raise
     finally:
         GlobalHydra.instance().clear()
-    return validate(composed)
+    return _fit_schema(composed, schema)
 
 
-def validate(composed: Mapping[str, Any] | DictConfig) -> DictConfig:
-    """Check a composed configuration against the schema and against itself.
-
-    Raises:
-        ConfigError: naming the key, the value and the remedy.
-    """
-    schema = OmegaConf.structured(RunConfig)
-    composed = OmegaConf.create(composed)
+def _fit_schema(composed: DictConfig, schema_type: type) -> DictConfig:
+    schema = OmegaConf.structured(schema_type)
     _check_keys(composed, schema, "")
     try:
         merged = OmegaConf.merge(schema, composed)
@@ -82,16 +92,14 @@ def validate(composed: Mapping[str, Any] | DictConfig) -> DictConfig:
         raise ConfigError(f"{error.full_key} must be set") from error
     except OmegaConfBaseException as error:
         raise ConfigError(f"{error.full_key}: {_first_lines(error)}") from error
-    run = OmegaConf.create(values)
-    check_values(run)
-    return run
+    return OmegaConf.create(values)
 
 
 def _check_keys(node: DictConfig, schema: DictConfig, prefix: str) -> None:
     for key in node:
         name = f"{prefix}{key}"
-        if key not in schema.keys():  # `in schema` is False for values not set yet
-            known = [str(option) for option in schema.keys()]
+        known = [str(option) for option in schema.keys()]  # noqa: SIM118 - also values not set yet
+        if key not in known:
             close = difflib.get_close_matches(str(key), known, n=1)
             hint = f"did you mean {prefix}{close[0]}?" if close else f"known: {', '.join(known)}"
             raise ConfigError(f"unknown key {name!r}; {hint}")

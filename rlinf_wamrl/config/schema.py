@@ -212,6 +212,14 @@ class EnvSideConfig:
     """Folder with a real suite's assets; null looks at $LIBERO_ASSETS and the installed extra."""
     num_processes: int | None = None
     """Simulator processes per env worker; null takes the CPU count."""
+    max_built_tasks: int = 4
+    """Built environments that a simulator process keeps, for changing tasks cheaply."""
+    restart_dead_processes: bool = True
+    """Restart a simulator process that dies, and re-run its episodes from the same states."""
+    watchdog_seconds: float = 300.0
+    """Seconds after which a simulator process that does not answer counts as stuck."""
+    is_eval: bool = False
+    """Cover each (task, initial state) once instead of drawing; set by ``env.eval``."""
     seed: int = 0
     """Root of the choice of tasks and initial states."""
     auto_reset: bool = False

@@ -34,7 +34,8 @@ class WAMLiberoEnv:
     (raw proprio: position 3, axis-angle 3, fingers 2); ``task_descriptions`` list of N;
     ``future_frames`` uint8 [N, F, 3, H, 2W] of the chunk just executed, main and wrist side by
     side, zeros where ``future_frames_mask`` bool [N, F] is false; ``executed_mask`` bool [N, C];
-    ``task_id``, ``seed``, ``group_id``, ``episode_id``, ``init_state_id`` int64 [N].
+    ``task_id``, ``seed``, ``group_id``, ``episode_id``, ``init_state_id``, ``elapsed_steps``
+    int64 [N].
 
     Rewards are sparse: 1 at the step that solves the task.
 
@@ -285,6 +286,7 @@ class WAMLiberoEnv:
             "group_id": torch.from_numpy(first_group + envs // self.group_size),
             "episode_id": torch.from_numpy(first_group * self.group_size + envs),
             "init_state_id": torch.tensor([place.init_state_id for place in places]),
+            "elapsed_steps": torch.from_numpy(self._elapsed.copy()),
         }
 
     def _episode_info(self) -> dict[str, torch.Tensor]:

@@ -17,6 +17,7 @@ from torch import Tensor
 __all__ = [
     "GroupAdvantages",
     "all_groups_degenerate_message",
+    "degenerate_groups",
     "episode_returns",
     "group_advantages",
     "step_advantages",
@@ -68,6 +69,29 @@ def episode_returns(
     return returns + lambda_rec * total / reconstruction_mask.sum(dim=0).clamp(min=1)
 
 
+def degenerate_groups(task_return: Tensor, group_size: int) -> Tensor:
+    """Return [G] bool, True where every episode of a group has the same task outcome.
+
+    Args:
+        task_return: [B] task part of the return.
+        group_size: episodes per group, at least 2.
+
+    Raises:
+        ValueError: group_size < 2, or a batch that is no multiple of it.
+    """
+    if group_size < 2:
+        raise ValueError(
+            f"group_size must be at least 2 for group-relative advantages, got {group_size}: "
+            "one episode has no other to be compared with"
+        )
+    if task_return.shape[0] % group_size:
+        raise ValueError(
+            f"{task_return.shape[0]} episodes are no multiple of group_size {group_size}"
+        )
+    task = task_return.view(-1, group_size)
+    return (task == task[:, :1]).all(dim=1)
+
+
 def group_advantages(
     returns: Tensor,
     task_return: Tensor,
@@ -93,18 +117,10 @@ def group_advantages(
     Raises:
         ValueError: group_size < 2, a batch that is no multiple of it, an unknown mode.
     """
-    if group_size < 2:
-        raise ValueError(
-            f"group_size must be at least 2 for group-relative advantages, got {group_size}: "
-            "one episode has no other to be compared with"
-        )
-    if returns.shape[0] % group_size:
-        raise ValueError(f"{returns.shape[0]} episodes are no multiple of group_size {group_size}")
     if degenerate not in DEGENERATE_MODES:
         raise ValueError(f"degenerate must be one of {DEGENERATE_MODES}, got {degenerate!r}")
+    is_degenerate = degenerate_groups(task_return, group_size)
     grouped = returns.float().view(-1, group_size)
-    task = task_return.float().view(-1, group_size)
-    is_degenerate = (task == task[:, :1]).all(dim=1)
     mean = grouped.mean(dim=1, keepdim=True)
     std = grouped.std(dim=1, correction=0, keepdim=True)
     divisor = std.clamp(min=min_std)

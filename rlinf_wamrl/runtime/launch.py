@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from pathlib import Path
 
@@ -22,6 +23,7 @@ def run_training(cfg: DictConfig, console: Console) -> None:
     started = time.monotonic()
     folder = Path(cfg.runner.logger.log_path) / cfg.runner.logger.experiment_name
     folder.mkdir(parents=True, exist_ok=True)
+    logging.disable(logging.INFO)  # RLinf's placement logger sets its own level
     OmegaConf.save(cfg, folder / "config.yaml")
     console.line(f"run folder {folder}")
     console.phase("starting Ray")

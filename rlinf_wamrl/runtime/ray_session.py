@@ -25,8 +25,9 @@ _QUIET = {
     "RAY_DISABLE_IMPORT_WARNING": "1",
     "HF_HUB_OFFLINE": "1",
     "WANDB_MODE": "offline",
+    "RLINF_LOG_LEVEL": "WARNING",
 }
-"""Nothing calls out at run time unless the user set it otherwise."""
+"""Nothing calls out at run time, and RLinf reports no routine, unless the user sets otherwise."""
 
 
 @contextmanager

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import shutil
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -16,6 +14,7 @@ import ray
 from omegaconf import DictConfig
 from rlinf.runners.embodied_runner import EmbodiedRunner
 
+from rlinf_wamrl.files import atomic_folder
 from rlinf_wamrl.report.console import Console, duration, wilson_interval
 from rlinf_wamrl.rl.advantage import all_groups_degenerate_message
 from rlinf_wamrl.runtime.rlinf_compat import own_actor_channel
@@ -37,7 +36,7 @@ class WAMRunner(EmbodiedRunner):
         with own_actor_channel(cfg):
             super().__init__(cfg=cfg, actor=actor, rollout=rollout, env=env)
         self.console = console
-        self.run_folder = run_folder(cfg)
+        self.run_folder = Path(cfg.runner.logger.log_path)
         self.rollout_index = 0
         self._episodes = cfg.env.train.total_num_envs * cfg.env.train.rollout_epoch
         self._eval_episodes = cfg.env.eval.total_num_envs * cfg.env.eval.rollout_epoch
@@ -146,8 +145,14 @@ class WAMRunner(EmbodiedRunner):
             self.update_rollout_weights()
             results = self.evaluate()
         self.timer.consume_durations()
-        outcome = [bool(value) for result in results for value in result["success_once"]]
-        tasks = [int(value) for result in results for value in result["task_id"]]
+        episodes = [
+            (int(task), bool(ok))
+            for result in results
+            for task, ok in zip(result["task_id"], result["success_once"], strict=True)
+            if task >= 0  # places that no episode was left for
+        ]
+        tasks = [task for task, _ in episodes]
+        outcome = [ok for _, ok in episodes]
         metrics: dict[str, float] = {}
         parts = []
         for task in sorted(set(tasks)):
@@ -201,21 +206,13 @@ class WAMRunner(EmbodiedRunner):
 
     def _save_checkpoint(self) -> None:
         """Write the checkpoint under a temporary name and rename it when it is complete."""
-        parent = self.run_folder / "checkpoints"
-        final = parent / f"global_step_{self.global_step}"
-        partial = parent / f".partial_global_step_{self.global_step}"
-        shutil.rmtree(partial, ignore_errors=True)
-        (partial / "actor").mkdir(parents=True)
-        with self._phase("saving"):
+        folder = self.run_folder / "checkpoints" / f"global_step_{self.global_step}"
+        with self._phase("saving"), atomic_folder(folder, overwrite=True) as partial:
+            (partial / "actor").mkdir()
             self.actor.save_checkpoint(str(partial / "actor"), self.global_step).wait()
-            state = json.dumps({"rollout_index": self.rollout_index})
-            with (partial / "runner.json").open("w") as stream:
-                stream.write(state)
-                stream.flush()
-                os.fsync(stream.fileno())
-            shutil.rmtree(final, ignore_errors=True)
-            partial.rename(final)
-        self.console.line(f"checkpoint {final}")
+            state = {"rollout_index": self.rollout_index}
+            (partial / "runner.json").write_text(json.dumps(state))
+        self.console.line(f"checkpoint {folder}")
 
     def _close(self) -> None:
         self._finish_run()
@@ -254,11 +251,6 @@ class WAMRunner(EmbodiedRunner):
         except Exception:  # the failure itself is reported by whoever waits for the worker
             return ""
         return f"iteration {self.global_step + 1}  episodes {episodes}/{total}  success {successes}"
-
-
-def run_folder(cfg: DictConfig) -> Path:
-    """Return the folder a run writes to."""
-    return Path(cfg.runner.logger.log_path) / cfg.runner.logger.experiment_name
 
 
 def _rate_text(successes: int, trials: int) -> str:

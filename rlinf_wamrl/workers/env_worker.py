@@ -45,10 +45,10 @@ class WAMEnvWorker(EnvWorker):
         self._keeps_future = bool(cfg.rollout.collect_transitions)
 
     def set_global_step(self, global_step: int) -> None:
-        """Key the next rollout by the training iteration."""
+        """Key the next rollout: its tasks, initial states and random streams follow from it."""
         self._iteration = global_step
         for env in self.env_list:
-            env.set_iteration(global_step)
+            env.load_state_dict({**env.state_dict(), "iteration": global_step * self.rollout_epoch})
 
     async def _run_interact_once(
         self,
@@ -98,15 +98,15 @@ class WAMEnvWorker(EnvWorker):
     @Worker.timer("env_interact_step")
     def _step(self, env: Any, actions: torch.Tensor) -> tuple[EnvOutput, dict[str, torch.Tensor]]:
         observations, rewards, terminations, truncations, infos = env.chunk_step(actions.numpy())
-        info = infos[-1]
+        observation = observations[-1]
         transition = EnvTransition(
             rewards=rewards,
             dones=torch.logical_or(terminations, truncations),
             terminations=terminations,
             truncations=truncations,
-            executed_mask=info["executed_mask"],
+            executed_mask=observation["executed_mask"],
         )
-        return EnvOutput(obs=observations[-1], transition=transition), info["episode"]
+        return EnvOutput(obs=observation, transition=transition), infos[-1]["episode"]
 
     def _send_train_input(
         self,
@@ -170,7 +170,7 @@ class WAMEnvWorker(EnvWorker):
         metrics: dict[str, list[torch.Tensor]] = defaultdict(list)
         progress = _Progress(progress_channel, self._rank, self.stage_num)
         for env in self.eval_env_list:
-            env.set_iteration(0)
+            env.load_state_dict({**env.state_dict(), "iteration": 0})
         for _ in range(self.eval_rollout_epoch):
             for stage, env in enumerate(self.eval_env_list):
                 env.is_start = True

@@ -1,0 +1,126 @@
+"""Pretraining of a small World-Action Model on recorded episodes."""
+
+from __future__ import annotations
+
+import copy
+import math
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from omegaconf import DictConfig, OmegaConf
+
+from rlinf_wamrl.pretrain.dataset import Windows, episode_videos, load_successes, statistics_of
+from rlinf_wamrl.processing import Processor, ProcessorConfig
+from rlinf_wamrl.wam.config import WAMConfig
+from rlinf_wamrl.wam.pretrained import PretrainedWAM, save_pretrained
+from rlinf_wamrl.wam.text import HashedWordEncoder
+from rlinf_wamrl.wam.vae_patch import PatchVAE, PatchVAEConfig
+from rlinf_wamrl.wam.wam import WAM
+
+__all__ = ["pretrain", "train_wam"]
+
+
+def pretrain(cfg: DictConfig, report: Callable[[str], None] = print) -> PretrainedWAM:
+    """Fit the autoencoder, train the model, save the checkpoint.
+
+    Args:
+        cfg: a :class:`~rlinf_wamrl.pretrain.config.PretrainConfig`.
+        report: called with lines that describe progress.
+    """
+    if cfg.train.num_threads:
+        torch.set_num_threads(cfg.train.num_threads)
+    episodes = load_successes(cfg.demos_dir)
+    size = cfg.demos.image_size
+    processor = Processor.build(
+        ProcessorConfig(image_height=size, image_width=size, gripper_convention="libero"),
+        statistics_of(episodes),
+    )
+    window = {
+        "horizon": cfg.model.action_horizon,
+        "num_frames": cfg.model.num_video_frames,
+    }
+    vae_config = PatchVAEConfig(
+        image_height=size,
+        image_width=2 * size,
+        latent_channels=cfg.latent_channels,
+        scale=cfg.latent_scale,
+    )
+    vae = PatchVAE.fit(episode_videos(episodes, processor, **window), vae_config)
+    text_dim = cfg.model.video_dit_config.text_dim
+    text_encoder = HashedWordEncoder(dim=text_dim, length=cfg.text_length)
+    windows = Windows.build(episodes, processor, vae, text_encoder, **window)
+    report(f"{len(episodes)} successful episodes, {len(windows)} windows")
+    model_config = OmegaConf.to_container(cfg.model, resolve=True)
+    model_config["video_dit_config"]["in_dim"] = cfg.latent_channels
+    model_config["video_dit_config"]["out_dim"] = cfg.latent_channels
+    torch.manual_seed(cfg.train.seed)
+    model = WAM(WAMConfig.from_dict(model_config), vae)
+    averaged = train_wam(model, windows, cfg.train, report)
+    pretrained = PretrainedWAM(
+        model=averaged,
+        vae=vae,
+        text_encoder=text_encoder,
+        processor=processor,
+        training={
+            "recipe": OmegaConf.to_container(cfg, resolve=True),
+            "episodes": len(episodes),
+            "windows": len(windows),
+        },
+    )
+    save_pretrained(pretrained, Path(cfg.output_dir), overwrite=True)
+    report(f"checkpoint {cfg.output_dir}")
+    return pretrained
+
+
+def train_wam(model: WAM, windows: Windows, train: Any, report: Callable[[str], None]) -> WAM:
+    """Minimise the flow-matching loss over random windows.
+
+    Args:
+        model: trained in place.
+        windows: the data.
+        train: :class:`~rlinf_wamrl.pretrain.config.TrainConfig`.
+        report: called with progress lines.
+
+    Returns:
+        A copy of the model with exponentially averaged weights.
+    """
+    generator = torch.Generator().manual_seed(train.seed)
+    optimizer = torch.optim.AdamW(
+        model.parameters(), lr=train.lr, betas=(0.9, 0.95), weight_decay=train.weight_decay
+    )
+    averaged = copy.deepcopy(model)
+    trained, smooth = list(model.parameters()), list(averaged.parameters())
+    totals: dict[str, float] = {}
+    started = time.monotonic()
+    for step in range(train.steps):
+        for group in optimizer.param_groups:
+            group["lr"] = train.lr * _rate(step, train)
+        rows = torch.randint(len(windows), (train.batch_size,), generator=generator)
+        loss, scalars = model.training_loss(windows.sample(rows), generator)
+        optimizer.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(trained, train.clip_grad)
+        optimizer.step()
+        decay = min(train.ema_decay, (1 + step) / (10 + step))
+        with torch.no_grad():
+            torch._foreach_lerp_(smooth, trained, 1 - decay)
+        for name, value in scalars.items():
+            totals[name] = totals.get(name, 0.0) + float(value)
+        if not math.isfinite(totals["loss"]):
+            raise FloatingPointError(f"the loss is not finite at step {step}: lower train.lr")
+        if (step + 1) % 100 == 0 or step + 1 == train.steps:
+            count = step % 100 + 1
+            means = "  ".join(f"{name} {value / count:.4f}" for name, value in totals.items())
+            report(f"step {step + 1}/{train.steps}  {means}  {time.monotonic() - started:.0f}s")
+            totals = {}
+    return averaged
+
+
+def _rate(step: int, train: Any) -> float:
+    """Linear warm-up, then cosine down to ``final_lr_rate``."""
+    warm = min(1.0, (step + 1) / max(train.warmup_steps, 1))
+    cosine = 0.5 * (1.0 + math.cos(math.pi * step / max(train.steps, 1)))
+    return warm * (train.final_lr_rate + (1.0 - train.final_lr_rate) * cosine)
