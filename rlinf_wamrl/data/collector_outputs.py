@@ -21,7 +21,14 @@ from rlinf_wamrl.data.trajectory import Trajectory
 from rlinf_wamrl.data.trajectory_step import TrajectoryStep
 from rlinf_wamrl.data.transition import EnvTransition
 
-__all__ = ["DEFAULT_KEY", "ResolvedStep", "RolloutOutput", "ScopedOutput", "StepResolver"]
+__all__ = [
+    "DEFAULT_KEY",
+    "ResolvedStep",
+    "RolloutOutput",
+    "ScopedOutput",
+    "SourceOutput",
+    "StepResolver",
+]
 
 DEFAULT_KEY = "default_queue"  # the queue that RLinf's channels read without a key
 
@@ -169,8 +176,8 @@ def _with_own_rewards(step: TrajectoryStep) -> TrajectoryStep:
     return twin
 
 
-class RolloutOutput(ScopedOutput[ResolvedStep]):
-    """Emits every source's trajectory of all epochs of an iteration, in shards for the actors.
+class SourceOutput(ScopedOutput[RecordT]):
+    """Emits every source alone, when all epochs of an iteration are in.
 
     Args:
         cfg: Run config.
@@ -180,12 +187,19 @@ class RolloutOutput(ScopedOutput[ResolvedStep]):
     def __init__(self, cfg: DictConfig, geometry: RolloutGeometry) -> None:
         epochs = int(required_option(cfg, "env.train.rollout_epoch"))
         super().__init__(chunks_per_scope=epochs * geometry.chunk_count)
-        self._resolver = StepResolver(cfg, geometry.chunk_count)
         self._shards = geometry.shards_per_source
 
     def scope(self, key: TrajectoryKey) -> Hashable:
         """One source of one iteration."""
         return key.step_id, key.env_rank, key.stage_id
+
+
+class RolloutOutput(SourceOutput[ResolvedStep]):
+    """Emits trajectories, in shards for the actors."""
+
+    def __init__(self, cfg: DictConfig, geometry: RolloutGeometry) -> None:
+        super().__init__(cfg, geometry)
+        self._resolver = StepResolver(cfg, geometry.chunk_count)
 
     def record(self, key: TrajectoryKey, policy: PolicyPart, env: EnvPart) -> ResolvedStep:
         """Resolve the pair at once, so that bad data is refused when it arrives."""

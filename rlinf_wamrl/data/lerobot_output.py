@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
 from dataclasses import dataclass
 from typing import Any
 
 from omegaconf import DictConfig
 
-from rlinf_wamrl.data.collector_outputs import DEFAULT_KEY, Emission, ScopedOutput
+from rlinf_wamrl.data.collector_outputs import DEFAULT_KEY, Emission, SourceOutput
 from rlinf_wamrl.data.lerobot_episodes import Episode, EpisodeRecorder
 from rlinf_wamrl.data.parts import EnvPart, PolicyOutput, PolicyPart
 from rlinf_wamrl.data.plan import RolloutGeometry, option, required_option
@@ -25,20 +24,14 @@ class EpisodeChunk:
     policy_output: PolicyOutput | None
 
 
-class LeRobotOutput(ScopedOutput[EpisodeChunk]):
+class LeRobotOutput(SourceOutput[EpisodeChunk]):
     """Emits the episodes that ended in an iteration, dealt out over the source's shards.
 
     Unfinished episodes go on in the next iteration.
-
-    Args:
-        cfg: Run config.
-        geometry: Routing geometry.
     """
 
     def __init__(self, cfg: DictConfig, geometry: RolloutGeometry) -> None:
-        epochs = int(required_option(cfg, "env.train.rollout_epoch"))
-        super().__init__(chunks_per_scope=epochs * geometry.chunk_count)
-        self._shards = geometry.shards_per_source
+        super().__init__(cfg, geometry)
         total = int(required_option(cfg, "env.train.total_num_envs"))
         self._new_recorder = EpisodeRecorder(
             num_envs=geometry.rows_per_source(total),
@@ -46,10 +39,6 @@ class LeRobotOutput(ScopedOutput[EpisodeChunk]):
             only_success=bool(option(cfg, "algorithm.dagger.online_lerobot.only_success", False)),
         )
         self._recorders: dict[tuple[int, int], EpisodeRecorder] = {}
-
-    def scope(self, key: TrajectoryKey) -> Hashable:
-        """One source of one iteration."""
-        return key.step_id, key.env_rank, key.stage_id
 
     def record(self, key: TrajectoryKey, policy: PolicyPart, env: EnvPart) -> EpisodeChunk:
         """Keep the episode payload; parts that skipped inference are welcome here."""
