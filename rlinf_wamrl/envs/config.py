@@ -50,14 +50,13 @@ class EnvConfig:
         values = {
             name: section[name]
             for name in cls.__dataclass_fields__
-            if name in section and section[name] is not None
+            if section.get(name) is not None
         }
         for name in ("task_suite_name", "total_num_envs", "group_size", "seed"):
             if name not in values:
                 raise ValueError(f"the environment section lacks {name}")
-        values["task_ids"] = tuple(values.get("task_ids", ()))
-        if "init_state_range" in values:
-            values["init_state_range"] = tuple(values["init_state_range"])
+        for name, value in values.items():
+            values[name] = _typed(name, value, cls.__annotations__[name])
         config = cls(**values)
         config._check()
         return config
@@ -129,6 +128,21 @@ class EnvConfig:
             f"give [first, end) within the {stored} stored initial states",
         )
         return suite, task_ids, states
+
+
+_TYPES = {"str": str, "int": int, "float": (int, float), "bool": bool}
+
+
+def _typed(key: str, value: Any, annotation: str) -> Any:
+    """Check a value against the annotation of its field; lists become tuples."""
+    kind = annotation.removesuffix(" | None")
+    if kind.startswith("tuple"):
+        numbers = not isinstance(value, str) and all(type(item) is int for item in value)
+        _require(key, value, numbers, "give a list of integers")
+        return tuple(value)
+    right = isinstance(value, _TYPES[kind]) and (kind == "bool") == isinstance(value, bool)
+    _require(key, repr(value), right, f"give a value of type {kind}")
+    return value
 
 
 def _require(key: str, value: Any, holds: bool, remedy: str) -> None:

@@ -121,7 +121,7 @@ def _quiet_third_party() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _hidden_gpus() -> Iterator[None]:
-    """robosuite takes the EGL device for a CUDA number, and refuses one that is not visible."""
+    """Keep from robosuite what it would misread: it takes the EGL device for a CUDA number."""
     visible = os.environ.pop("CUDA_VISIBLE_DEVICES", None)
     try:
         yield

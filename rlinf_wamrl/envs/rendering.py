@@ -118,7 +118,7 @@ def egl_device_index(
             f"shows only {len(entries)}"
         )
     number = int(entries[local_rank]) if entries else local_rank
-    if number not in on_gpus and len(entries) == len(on_gpus):
+    if entries and number not in on_gpus and len(entries) == len(on_gpus):
         # A container may hide the other GPUs from EGL, which then counts the rest from 0.
         number = on_gpus[local_rank]
     if number not in on_gpus:

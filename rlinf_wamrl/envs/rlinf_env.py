@@ -85,15 +85,13 @@ class WAMLiberoEnv:
                 restarts=3 if self.config.restart_dead_processes else 0,
             ),
         )
-        self.update_reset_state_ids(first=True)
+        self._choose_episodes()
         self._clear_episodes()
 
-    # RLinf calls this once at the end of each rollout epoch.
-    def update_reset_state_ids(self, first: bool = False) -> None:
-        """Choose tasks and initial states of the next rollout."""
-        if not first:
-            self._iteration += 1
-        self.assignments = [self._assign(group) for group in range(self.num_group)]
+    def update_reset_state_ids(self) -> None:
+        """Choose tasks and initial states of the next rollout; RLinf calls it after each one."""
+        self._iteration += 1
+        self._choose_episodes()
 
     def set_task_weights(self, weights) -> None:
         """Draw the tasks of later rollouts in proportion to ``weights``, one per ``task_ids``.
@@ -128,7 +126,7 @@ class WAMLiberoEnv:
         """Continue where :meth:`state_dict` was taken."""
         self._iteration = state["iteration"]
         self.set_task_weights(state["task_weights"])
-        self.update_reset_state_ids(first=True)
+        self._choose_episodes()
 
     def reset(self, env_idx=None, reset_state_ids=None) -> tuple[dict[str, Any], dict]:
         """Start the chosen episodes in all environments.
@@ -214,6 +212,9 @@ class WAMLiberoEnv:
     def close(self) -> None:
         """Stop the sub-processes."""
         self.vector.close()
+
+    def _choose_episodes(self) -> None:
+        self.assignments = [self._assign(group) for group in range(self.num_group)]
 
     def _assign(self, group: int) -> Assignment | None:
         index = self._rank * self.num_group + group

@@ -1,0 +1,240 @@
+"""Sub-processes: results, failures, replacement, clean ends."""
+
+import dataclasses
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from rlinf_wamrl.envs.libero import LiberoEnv
+from rlinf_wamrl.envs.settings import EnvSettings
+from rlinf_wamrl.envs.suites import load_suite
+from rlinf_wamrl.envs.vector import EnvironmentProcessError, VectorEnv, VectorSettings
+from rlinf_wamrl.envs.worker_process import EpisodeSpec
+
+SETTINGS = EnvSettings(image_size=16, render_quality="light")
+TASKS = {task.task_id: task for task in load_suite("wamrl_demo").tasks}
+
+
+def make_vector(num_envs=4, num_processes=2, **changes):
+    values = {
+        "frame_offsets": (4, 8),
+        "max_built_tasks": 2,
+        "timeout_seconds": 120.0,
+        "restarts": 3,
+        **changes,
+    }
+    settings = VectorSettings(num_envs=num_envs, num_processes=num_processes, **values)
+    return VectorEnv(TASKS, SETTINGS, settings)
+
+
+def episode(task_id=0, state=0, max_steps=60):
+    return EpisodeSpec(task_id=task_id, init_state_id=state, scene_seed=0, max_steps=max_steps)
+
+
+def chunk(seed, n=4, length=8):
+    return np.random.default_rng(seed).uniform(-0.5, 0.5, (n, length, 7))
+
+
+def snapshot(vector):
+    names = ("main", "wrist", "proprio", "frames", "frame_mask", "success")
+    return {name: vector.arrays[name].copy() for name in names}
+
+
+def assert_equal_snapshots(a, b):
+    for name in a:
+        np.testing.assert_array_equal(a[name], b[name], err_msg=name)
+
+
+@pytest.fixture
+def vector():
+    env = make_vector()
+    yield env
+    env.close()
+
+
+def test_slots_give_what_a_lone_environment_gives(vector):
+    """Episodes that share a process, and a built environment, do not touch each other."""
+    specs = {0: episode(0, 3), 1: episode(1, 4), 2: episode(0, 5), 3: episode(0, 6)}
+    vector.reset(specs)
+    starts = vector.arrays["main"].copy()
+    chunks = [chunk(0), chunk(1)]
+    frames = []
+    for actions in chunks:
+        vector.step(actions, [0, 1, 2, 3])
+        frames.append(vector.arrays["frames"].copy())
+    assert vector.arrays["frame_mask"].all()
+    for slot, spec in specs.items():
+        env = LiberoEnv(TASKS[spec.task_id], SETTINGS)
+        start = env.reset(spec.init_state_id, spec.scene_seed)
+        np.testing.assert_array_equal(starts[slot], start.main)
+        for actions, pictures in zip(chunks, frames, strict=True):
+            seen = [env.step(action, observe=True)[1] for action in actions[slot]]
+            for position, step in enumerate((4, 8)):
+                both = np.concatenate([seen[step - 1].main, seen[step - 1].wrist], axis=1)
+                np.testing.assert_array_equal(pictures[slot, position], both.transpose(2, 0, 1))
+        np.testing.assert_array_equal(vector.arrays["main"][slot], seen[-1].main)
+        np.testing.assert_array_equal(vector.arrays["proprio"][slot], seen[-1].proprio)
+        env.close()
+
+
+def test_more_tasks_than_built_environments(vector):
+    """Building anew after making room gives the same episode as keeping it."""
+    vector.reset({0: episode(0, 1), 1: episode(1, 1)})
+    vector.step(chunk(3), [0, 1])
+    expected = snapshot(vector)
+    other = make_vector(num_envs=4, num_processes=1, max_built_tasks=1)
+    other.reset({0: episode(0, 1), 1: episode(1, 1)})
+    other.step(chunk(3), [0, 1])
+    for name, value in snapshot(other).items():
+        np.testing.assert_array_equal(value[:2], expected[name][:2], err_msg=name)
+    other.close()
+
+
+def test_limit_ends_an_episode_inside_a_chunk(vector):
+    vector.reset({0: episode(max_steps=5), 1: episode(max_steps=60)})
+    vector.step(chunk(0), [0, 1])
+    executed = vector.arrays["executed"][:2, :8]
+    assert executed.sum(axis=1).tolist() == [5, 8]
+    assert vector.arrays["frame_mask"][:2].tolist() == [[True, False], [True, True]]
+    assert not vector.arrays["frames"][0, 1].any()
+
+
+@pytest.mark.parametrize("blow", [signal.SIGKILL, signal.SIGSEGV])
+def test_dead_process_is_replaced_and_its_episodes_go_on_unchanged(vector, blow):
+    specs = {slot: episode(slot % 2, slot) for slot in range(4)}
+    slots = list(range(4))
+    reference = make_vector()
+    for env in (reference, vector):
+        env.reset(specs)
+        env.step(chunk(0), slots)
+        if env is vector:
+            victim = env.process_ids()[1]
+            os.kill(victim, blow)
+        env.step(chunk(1), slots)
+    assert victim not in vector.process_ids()
+    assert_equal_snapshots(snapshot(reference), snapshot(vector))
+    reference.close()
+
+
+def test_death_without_replacement_names_the_signal():
+    env = make_vector(restarts=0)
+    env.reset({0: episode()})
+    os.kill(env.process_ids()[0], signal.SIGKILL)
+    with pytest.raises(
+        EnvironmentProcessError, match=r"process 0 \(pid \d+\) was killed by SIGKILL"
+    ):
+        env.step(chunk(0), [0])
+    assert env.process_ids() == []
+
+
+def test_hanging_process_is_told_with_the_place_where_it_hangs():
+    env = make_vector(restarts=0)
+    env.reset({0: episode(max_steps=1000)})
+    # Steps that take longer than they may look like a hang.
+    env.settings = dataclasses.replace(env.settings, timeout_seconds=0.02)
+    with pytest.raises(EnvironmentProcessError, match="does not answer") as error:
+        env.step(chunk(0, length=128), [0])
+    assert "in _run_chunk" in str(error.value)
+    assert env.process_ids() == []
+
+
+def test_stopped_process_is_replaced():
+    env = make_vector(num_envs=1, num_processes=1)
+    env.reset({0: episode()})
+    stopped = env.process_ids()[0]
+    os.kill(stopped, signal.SIGSTOP)
+    env.settings = dataclasses.replace(env.settings, timeout_seconds=5.0)
+    env.step(chunk(0, n=1), [0])
+    assert gone(stopped)
+    env.close()
+
+
+def test_an_exception_arrives_with_its_own_traceback(vector):
+    with pytest.raises(
+        EnvironmentProcessError, match=r"initial state 999 .* does not exist"
+    ) as error:
+        vector.reset({0: episode(state=999)})
+    assert "Traceback" in str(error.value)
+    assert "in _place" in str(error.value)
+    # The next use starts afresh.
+    vector.reset({0: episode(state=1)})
+
+
+def test_children_import_no_torch_and_stay_small(vector):
+    vector.reset({slot: episode(slot % 2, slot) for slot in range(4)})
+    for pid in vector.process_ids():
+        maps = Path(f"/proc/{pid}/maps").read_text()
+        assert "libtorch" not in maps
+        status = dict(
+            line.split(":", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines()
+        )
+        assert int(status["VmRSS"].split()[0]) < 600_000  # kB
+
+
+def gone(pid, seconds=10.0):
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        try:
+            if Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] == "Z":
+                return True
+        except FileNotFoundError:
+            return True
+        time.sleep(0.05)
+    return False
+
+
+PARENT = """
+import sys
+sys.path.insert(0, {tests!r})
+from test_env_vector import chunk, episode, make_vector
+env = make_vector()
+env.reset({{slot: episode(0, slot) for slot in range(4)}})
+print(*env.process_ids(), flush=True)
+while True:
+    env.reset({{slot: episode(0, slot, max_steps=1000) for slot in range(4)}})
+    env.step(chunk(0, length=64), [0, 1, 2, 3])
+"""
+
+
+@pytest.mark.parametrize("blow", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+def test_no_process_survives_its_parent(blow):
+    program = PARENT.format(tests=str(Path(__file__).parent))
+    parent = subprocess.Popen(
+        [sys.executable, "-c", program],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+    )
+    children = [int(pid) for pid in parent.stdout.readline().split()]
+    assert len(children) == 2
+    if blow == signal.SIGINT:
+        os.killpg(parent.pid, blow)  # Ctrl-C goes to the whole group
+    else:
+        os.kill(parent.pid, blow)
+    _, errors = parent.communicate(timeout=20)
+    assert all(gone(pid) for pid in children)
+    if blow == signal.SIGINT:
+        assert "KeyboardInterrupt" in errors
+        assert "EnvironmentProcessError" not in errors
+
+
+def open_descriptors():
+    return sum(1 for _ in Path("/proc/self/fd").iterdir())
+
+
+def test_closing_leaves_nothing(vector):
+    vector.reset({0: episode()})
+    pids = vector.process_ids()
+    descriptors = open_descriptors()
+    vector.close()
+    assert all(gone(pid) for pid in pids)
+    assert open_descriptors() < descriptors
+    vector.close()
