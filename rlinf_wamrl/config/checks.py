@@ -94,6 +94,7 @@ def check_values(run: DictConfig) -> None:
     _check_batch(run)
     _check_model(run)
     _check_files(run)
+    _check_renderer()
 
 
 def world_size(run: DictConfig, component: str) -> int:
@@ -167,27 +168,11 @@ def _check_env_side(run: DictConfig, side: str) -> None:
     env = run.env[side]
     chunk = run.actor.model.num_action_chunks
     key = f"env.{side}"
-    if env.max_steps_per_rollout_epoch % chunk:
-        below = env.max_steps_per_rollout_epoch // chunk * chunk
-        raise ConfigError(
-            f"{key}.max_steps_per_rollout_epoch = {env.max_steps_per_rollout_epoch} must be a "
-            f"multiple of actor.model.num_action_chunks = {chunk}; "
-            f"use {below or chunk} or {below + chunk}"
-        )
-    limit = env.max_episode_steps
-    if limit is not None and limit > env.max_steps_per_rollout_epoch:
-        raise ConfigError(
-            f"{key}.max_episode_steps = {limit} exceeds {key}.max_steps_per_rollout_epoch = "
-            f"{env.max_steps_per_rollout_epoch}: episodes would be cut; raise the latter"
-        )
     if env.num_future_frames * env.action_video_freq_ratio > chunk:
         raise ConfigError(
             f"{key}.num_future_frames = {env.num_future_frames} frames at every "
             f"{env.action_video_freq_ratio} actions do not fit into a chunk of {chunk} actions"
         )
-    bounds = list(env.init_state_range)
-    if len(bounds) != 2 or not 0 <= bounds[0] < bounds[1]:
-        raise ConfigError(f"{key}.init_state_range must be [first, past the last], got {bounds}")
     slots = env.total_num_envs
     ranks = world_size(run, "env")
     stages = run.rollout.pipeline_stage_num
@@ -202,6 +187,15 @@ def _check_env_side(run: DictConfig, side: str) -> None:
             f"{key}.group_size = {env.group_size} must divide the {per_source} environments of "
             f"each env rank and stage ({key}.total_num_envs = {slots})"
         )
+
+
+def _check_renderer() -> None:
+    from rlinf_wamrl.envs.rendering import choose_renderer
+
+    try:
+        choose_renderer()
+    except (RuntimeError, ValueError) as error:
+        raise ConfigError(str(error)) from error
 
 
 def _check_group(run: DictConfig) -> None:

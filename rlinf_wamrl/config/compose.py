@@ -19,6 +19,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
 from rlinf_wamrl.config.checks import check_values
+from rlinf_wamrl.config.derive import derive_from_tasks
 from rlinf_wamrl.config.errors import ConfigError
 from rlinf_wamrl.config.schema import RunConfig
 
@@ -41,6 +42,7 @@ def compose_run(path: str | Path, overrides: Sequence[str] = ()) -> DictConfig:
     """
     run = compose_typed(path, overrides, RunConfig)
     check_values(run)
+    derive_from_tasks(run)
     return run
 
 

@@ -181,10 +181,11 @@ class EnvSideConfig:
     """RLinf's environment type."""
     task_suite_name: str = MISSING
     """wamrl_demo (in the package), libero_spatial, libero_object, libero_goal or libero_10."""
-    task_ids: list[int] = MISSING
+    task_ids: list[int] = field(default_factory=list)
     """Tasks of the suite to use; an empty list means all."""
-    init_state_range: list[int] = MISSING
-    """[first, past the last] stored initial state of each task."""
+    init_state_range: list[int] | None = None
+    """[first, past the last] stored initial state of each task; null takes all, and in the demo
+    suite the first 80 for training, the other 120 for evaluation."""
     total_num_envs: int = MISSING
     """Environments that run side by side, over all env workers."""
     group_size: int = MISSING
@@ -193,8 +194,9 @@ class EnvSideConfig:
     """Rounds of total_num_envs episodes per iteration."""
     max_episode_steps: int | None = None
     """Step limit of an episode; null takes the suite's."""
-    max_steps_per_rollout_epoch: int = MISSING
-    """Environment steps per round, a multiple of the executed actions per chunk."""
+    max_steps_per_rollout_epoch: int | None = None
+    """Environment steps per round, a multiple of the executed actions per chunk; null takes the
+    longest task's limit, rounded up."""
     image_size: int = MISSING
     """Height and width of each camera's picture, in pixels."""
     render_quality: str = "stock"

@@ -59,7 +59,9 @@ def _run_on_cluster(cfg: DictConfig, console: Console, started: float) -> None:
     console.phase("starting workers")
     placement = HybridComponentPlacement(cfg, cluster)
     groups = {}
-    classes = {"actor": WAMLearner, "rollout": WAMRolloutWorker, "env": WAMEnvWorker}
+    classes = {"rollout": WAMRolloutWorker, "env": WAMEnvWorker}
+    if not cfg.runner.only_eval:
+        classes["actor"] = WAMLearner
     for component, worker in classes.items():
         groups[component] = worker.create_group(cfg).launch(
             cluster,
@@ -85,6 +87,8 @@ def _for_rlinf(cfg: DictConfig) -> DictConfig:
         # evaluation environments exist only when RLinf thinks it evaluates
         if copy.runner.eval_before_training and copy.runner.val_check_interval <= 0:
             copy.runner.val_check_interval = copy.runner.max_steps + 1
+        if copy.runner.only_eval:  # RLinf then reads the whole model section from here
+            copy.rollout.model = {**copy.actor.model, **copy.rollout.model}
         copy.rollout.collect_prev_infos = True
         copy.rollout.collect_transitions = False
     return copy

@@ -30,9 +30,17 @@ class WAMRunner(EmbodiedRunner):
     """Rollout, advantages, update, evaluation, checkpoint; one summary line per iteration."""
 
     def __init__(
-        self, cfg: DictConfig, actor: Any, rollout: Any, env: Any, console: Console
+        self, cfg: DictConfig, rollout: Any, env: Any, console: Console, actor: Any = None
     ) -> None:
-        """Join the worker groups; channels are created here."""
+        """Join the worker groups; channels are created here.
+
+        Args:
+            cfg: the run, in RLinf's terms.
+            rollout: group of rollout workers.
+            env: group of env workers.
+            console: where progress goes.
+            actor: group of learners; None when the run only evaluates.
+        """
         with own_actor_channel(cfg):
             super().__init__(cfg=cfg, actor=actor, rollout=rollout, env=env)
         self.console = console
@@ -44,6 +52,11 @@ class WAMRunner(EmbodiedRunner):
 
     def init_workers(self) -> None:
         """Build models and environments, and load the checkpoint of ``runner.resume_dir``."""
+        if self.actor is None:
+            handles = [self.rollout.init_worker(), self.env.init_worker()]
+            for handle in handles:
+                handle.wait()
+            return
         super().init_workers()
         resume = self.cfg.runner.resume_dir
         if resume is not None:
@@ -142,7 +155,8 @@ class WAMRunner(EmbodiedRunner):
 
     def _evaluate(self, title: str) -> None:
         with self._phase(title, self._eval_progress):
-            self.update_rollout_weights()
+            if self.actor is not None:
+                self.update_rollout_weights()
             results = self.evaluate()
         self.timer.consume_durations()
         episodes = [

@@ -7,8 +7,6 @@ re-score the batch in the learner's own forward pass, then PPO over shuffled min
 from __future__ import annotations
 
 import math
-import os
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -26,6 +24,7 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 
+from rlinf_wamrl.checkpoint import read_learner, write_learner
 from rlinf_wamrl.data.interface import Trajectory
 from rlinf_wamrl.rl.advantage import degenerate_groups
 from rlinf_wamrl.workers.batches import (
@@ -36,8 +35,6 @@ from rlinf_wamrl.workers.batches import (
 )
 
 __all__ = ["WAMLearner"]
-
-CHECKPOINT_FILE = "learner.pt"
 
 
 class WAMLearner(EmbodiedFSDPActor):
@@ -189,20 +186,16 @@ class WAMLearner(EmbodiedFSDPActor):
         if self._rank == 0:
             trained = set(self.param_names_need_sync)
             state["model"] = {k: v for k, v in state["model"].items() if k in trained}
-            with (Path(save_path) / CHECKPOINT_FILE).open("wb") as stream:
-                torch.save(state, stream)
-                stream.flush()
-                os.fsync(stream.fileno())
+            write_learner(save_path, state)
 
     def load_checkpoint(self, load_path: str) -> None:
         """Continue from a folder :meth:`save_checkpoint` wrote."""
-        file = Path(load_path) / CHECKPOINT_FILE
-        state = torch.load(file, map_location="cpu", weights_only=True)
+        state = read_learner(load_path)
         trained = set(self.param_names_need_sync)
         if state["model"].keys() != trained:
             difference = sorted(state["model"].keys() ^ trained)
             raise ValueError(
-                f"{file} was written for other trainable parameters; {len(difference)} differ, for "
+                f"{load_path} was written for other trainable parameters; {len(difference)} differ, for "
                 f"example {difference[:3]}"
             )
         options = StateDictOptions(full_state_dict=True, strict=False, ignore_frozen_params=True)

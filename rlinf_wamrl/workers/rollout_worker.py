@@ -14,6 +14,7 @@ from omegaconf import DictConfig
 from rlinf.scheduler import Channel, Worker
 from rlinf.workers.rollout.hf.huggingface_worker import MultiStepRolloutWorker
 
+from rlinf_wamrl.checkpoint import read_trained_weights
 from rlinf_wamrl.data.interface import EnvPart, PolicyInput, PolicyOutput, PolicyPart
 from rlinf_wamrl.workers.env_worker import (
     EVAL_ACTIONS_TAG,
@@ -33,6 +34,13 @@ class WAMRolloutWorker(MultiStepRolloutWorker):
         super().__init__(cfg)
         if cfg.rollout.num_threads is not None:
             torch.set_num_threads(cfg.rollout.num_threads)
+
+    def init_worker(self) -> None:
+        """Build the policy; without a learner, load the weights of ``runner.resume_dir`` too."""
+        super().init_worker()
+        resume = self.cfg.runner.resume_dir
+        if self.only_eval and resume is not None:
+            self.hf_model.load_state_dict(read_trained_weights(resume), strict=False)
 
     def setup_sample_params(self) -> None:
         """Tell the policy which mode it samples in.

@@ -1,0 +1,161 @@
+"""Configuration: what is accepted, what is refused, and in which words."""
+
+import ast
+import inspect
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from rlinf_wamrl.config import schema
+from rlinf_wamrl.config.checks import world_size
+from rlinf_wamrl.config.compose import compose_run, compose_typed, shipped_config
+from rlinf_wamrl.config.errors import ConfigError
+from rlinf_wamrl.pretrain import config as pretrain_config
+
+EXAMPLE = Path(__file__).parents[2] / "examples" / "libero_wamrl.yaml"
+
+
+def compose(*overrides):
+    return compose_run(EXAMPLE, overrides)
+
+
+def test_the_example_composes_and_is_complete():
+    run = compose()
+    assert run.env.train.task_suite_name == "wamrl_demo"
+    assert run.algorithm.group_size == run.RL.group_size == run.env.train.group_size
+    assert run.actor.optim.lr == run.RL.action_lr
+    assert run.actor.model.sampling.denoising_steps == run.RL.denoising_steps
+
+
+def test_training_and_evaluation_use_disjoint_initial_states():
+    run = compose()
+    train, held_out = run.env.train.init_state_range, run.env.eval.init_state_range
+    assert train[1] <= held_out[0]
+    assert held_out[1] - held_out[0] >= 120
+
+
+def test_rollout_length_and_states_follow_from_the_tasks():
+    run = compose("env.train.task_ids=[0,3]")
+    assert run.env.train.max_steps_per_rollout_epoch == 248
+    assert list(run.env.train.init_state_range) == [0, 80]
+    assert compose("env.train.max_episode_steps=30").env.eval.max_steps_per_rollout_epoch == 32
+
+
+def test_overrides_reach_every_section_that_shares_a_value():
+    run = compose("RL.group_size=4", "RL.denoising_steps=7", "env.train.image_size=96")
+    assert run.algorithm.group_size == run.env.train.group_size == 4
+    assert run.actor.model.sampling.denoising_steps == 7
+    assert run.env.eval.image_size == 96
+
+
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        ("RL.group_sise=4", r"unknown key 'RL.group_sise'; did you mean RL.group_size\?"),
+        ("runner.max_step=4", r"did you mean runner.max_steps\?"),
+        ("nonsense.key=1", "unknown key 'nonsense'"),
+        ("runner.max_steps=many", "runner.max_steps.*'many'.*[Ii]nteger"),
+        ("RL.noise_level=0", "RL.noise_level must be positive, got 0"),
+        ("RL.group_size=1", "RL.group_size must be at least 2"),
+        ("RL.group_size=3", "env.train.group_size = 3 must divide the 16 environments"),
+        ("env.train.total_num_envs=12", "must divide the 12 environments"),
+        ("env.train.max_steps_per_rollout_epoch=90", "multiple of .*num_action_chunks = 8; use 88"),
+        ("env.train.max_steps_per_rollout_epoch=80", "cuts episodes of task 0 .* take 88 steps"),
+        ("env.train.num_future_frames=3", "do not fit into a chunk of 8 actions"),
+        ("env.train.init_state_range=[80,0]", r"env.train.init_state_range=\[80, 0\]: give"),
+        ("env.train.render_quality=nice", "must be one of stock, fast, light, got 'nice'"),
+        ("env.train.auto_reset=true", "env.train.auto_reset must be False"),
+        ("env.train.task_suite_name=libero_nine", "env.train.task_suite_name=.libero_nine"),
+        ("env.train.task_ids=[9]", r"env.train.task_ids=\[9\].*lift the red cube"),
+        ("actor.global_batch_size=48", "multiple of actor.micro_batch_size x actor ranks = 32 x 1"),
+        ("actor.model.precision=fp8", "must be one of fp32, bf16, got 'fp8'"),
+        ("actor.model.model_path=nowhere", "'nowhere' is neither a folder nor a checkpoint"),
+        ("RL.window=[1]", "needs RL.stochastic_steps: window"),
+        ("RL.dual_clip=1", "RL.dual_clip must be above 1"),
+        ("RL.degenerate=skip", "RL.degenerate must be one of drop, rec_only, keep"),
+        ("RL.sde=ddpm", "RL.sde must be one of sde, cps"),
+        ("runner.resume_dir=runs/x", "must be a folder named global_step_N"),
+        ("runner.resume_dir=global_step_3", "does not exist"),
+        ("rollout.pipeline_stage_num=3", "multiple of env ranks x pipeline stages = 1 x 3"),
+        ("max_steps", "not of the form key=value"),
+    ],
+)
+def test_impossible_values_name_key_value_and_remedy(override, words):
+    with pytest.raises(ConfigError, match=words):
+        compose(override)
+
+
+def test_window_steps_must_lie_on_the_grid():
+    with pytest.raises(ConfigError, match=r"within 0..4 .*got \[0, 5\]"):
+        compose("RL.stochastic_steps=window", "RL.window=[0,5]")
+    run = compose("RL.stochastic_steps=window", "RL.window=[0,1]")
+    assert list(run.actor.model.sampling.window) == [0, 1]
+
+
+def test_cps_refuses_a_stochastic_last_step():
+    with pytest.raises(ConfigError, match="cps has no noise at the last step"):
+        compose("RL.sde=cps", "RL.ignore_last=false")
+
+
+def test_a_missing_file_and_broken_yaml_are_said_in_words(tmp_path):
+    with pytest.raises(ConfigError, match="does not exist"):
+        compose_run(tmp_path / "none.yaml")
+    broken = tmp_path / "broken.yaml"
+    broken.write_text("runner: [1, 2\n")
+    with pytest.raises(ConfigError, match="broken.yaml"):
+        compose_run(broken)
+
+
+def test_a_key_without_default_must_be_set(tmp_path):
+    file = tmp_path / "bare.yaml"
+    file.write_text("defaults:\n  - rl/libero_wamrl\n  - _self_\n")
+    with pytest.raises(ConfigError, match="must be set"):
+        compose_run(file)
+
+
+@pytest.mark.parametrize(
+    ("placement", "ranks"), [("0", 1), ("0-3", 4), ("0:0-1", 2), ("0,1", 2), ("0-1,4-5", 4)]
+)
+def test_world_sizes_follow_the_placement(placement, ranks):
+    run = compose()
+    run.cluster.component_placement = {"actor": placement, "env,rollout": 0}
+    assert world_size(run, "actor") == ranks
+    assert world_size(run, "env") == 1
+
+
+def test_an_unplaced_component_is_named():
+    run = compose()
+    run.cluster.component_placement = {"actor": 0}
+    with pytest.raises(ConfigError, match="places no 'env'"):
+        world_size(run, "env")
+
+
+def test_the_pretraining_recipe_composes():
+    recipe = compose_typed(
+        shipped_config("pretrain/small"), ["train.steps=3"], pretrain_config.PretrainConfig
+    )
+    assert recipe.train.steps == 3 and recipe.model.action_horizon == 16
+
+
+@pytest.mark.parametrize("module", [schema, pretrain_config])
+def test_every_configuration_field_has_a_line_that_explains_it(module):
+    tree = ast.parse(inspect.getsource(module))
+    bare = []
+    for node in (item for item in tree.body if isinstance(item, ast.ClassDef)):
+        for index, item in enumerate(node.body):
+            if isinstance(item, ast.AnnAssign):
+                after = node.body[index + 1] if index + 1 < len(node.body) else None
+                if not (isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant)):
+                    bare.append(f"{node.name}.{item.target.id}")
+    assert not bare
+
+
+def test_help_and_validation_load_no_torch():
+    code = (
+        "import sys; from rlinf_wamrl.config.compose import compose_run;"
+        f"compose_run({str(EXAMPLE)!r}); import rlinf_wamrl.cli;"
+        "sys.exit('torch' in sys.modules or 'ray' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
