@@ -39,12 +39,10 @@ _POSITIVE = [
     "env.train.total_num_envs",
     "env.train.rollout_epoch",
     "env.train.image_size",
-    "env.train.max_steps_per_rollout_epoch",
     "env.train.action_video_freq_ratio",
     "env.eval.total_num_envs",
     "env.eval.rollout_epoch",
     "env.eval.image_size",
-    "env.eval.max_steps_per_rollout_epoch",
     "env.eval.action_video_freq_ratio",
 ]
 
