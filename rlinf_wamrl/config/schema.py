@@ -83,8 +83,11 @@ class RLConfig:
     """K: denoising steps of the action expert while training."""
     eval_denoising_steps: int = 10
     """K of the deterministic policy in evaluation."""
+    imagination_steps: int = 10
+    """K_video: denoising steps of an imagined video."""
     sigma_shift: float | None = None
-    """Sigma shift of the denoising grid; null takes the checkpoint's own."""
+    """Sigma shift of the denoising grids, of actions and imagined videos alike (FastWAM's
+    EVALUATION.sigma_shift); null takes the checkpoint's own."""
     noise_level: float = 0.5
     """a: noise level of the stochastic denoising steps."""
     stochastic_steps: str = "one_random"
@@ -282,6 +285,8 @@ class SamplingConfig:
     """K while training."""
     eval_denoising_steps: int = II("RL.eval_denoising_steps")
     """K in evaluation."""
+    imagination_steps: int = II("RL.imagination_steps")
+    """K_video."""
     noise_level: float = II("RL.noise_level")
     """a."""
     stochastic_steps: str = II("RL.stochastic_steps")
@@ -305,7 +310,42 @@ class ModelConfig:
     model_type: str = "wamrl"
     """RLinf model type, registered by this package."""
     model_path: str = MISSING
-    """A checkpoint folder, or the name of one that ships with the package (for example small)."""
+    """The name of a checkpoint that ships with the package (small), a checkpoint folder, an
+    official FastWAM .pt file, or a folder with the weights of the base model Wan2.2-TI2V-5B."""
+    dataset_stats_path: str | None = None
+    """Statistics of the data a FastWAM file was trained on; null looks for
+    <file>_dataset_stats.json beside it, then for dataset_stats.json there and up to three folders
+    above. A checkpoint folder has its own."""
+    vae_path: str | None = None
+    """With a FastWAM file or Wan2.2: Wan2.2_VAE.pth, or the diffusers folder of that VAE."""
+    text_encoder_path: str | None = None
+    """With a FastWAM file or Wan2.2: the transformers folder of the UMT5-XXL encoder."""
+    tokenizer_path: str | None = None
+    """Its tokenizer; null takes the folder tokenizer beside it."""
+    text_embedding_cache_dir: str | None = None
+    """With a FastWAM file or Wan2.2: folder in which encoded instructions are kept, so that the
+    text encoder is loaded for new ones only."""
+    variant: str | None = None
+    """What actions see of the video: uncond, joint, idm or optional_idm. Null takes the
+    checkpoint's own; must be set for a FastWAM file that is no known release."""
+    action_infer_mode: str | None = None
+    """first_frame (actions see the current image) or idm (they see a video imagined first; slower).
+    Null takes the checkpoint's own; optional_idm offers both."""
+    action_horizon: int | None = None
+    """H: actions of a predicted chunk; null takes the checkpoint's own (FastWAM: 32)."""
+    num_video_frames: int | None = None
+    """Frames of an imagined video with the current one; null takes the checkpoint's own (FastWAM:
+    9)."""
+    video_size: list[int] | None = None
+    """Height and width of the model's picture, both cameras side by side; null takes the
+    checkpoint's own (FastWAM: [224, 448])."""
+    binarize_gripper: bool | None = None
+    """Execute the sign of the gripper's command; null takes the checkpoint's own (FastWAM: true)."""
+    video_dit_config: dict[str, Any] = field(default_factory=dict)
+    """Sizes and switches of a FastWAM file's video expert that differ from Wan2.2-TI2V-5B, by
+    FastWAM's names; for example use_gradient_checkpointing: true."""
+    action_dit_config: dict[str, Any] = field(default_factory=dict)
+    """Likewise of the action expert."""
     precision: str = "fp32"
     """fp32 or bf16."""
     is_lora: bool = False

@@ -161,6 +161,7 @@ def draw_chain_noise(
     num_steps: int,
     stochastic_steps: str | Sequence[int] = "one_random",
     ignore_last: bool | None = None,
+    initial_generators: Sequence[torch.Generator] | None = None,
 ) -> ChainNoise:
     """Draw all randomness of a batch of chains on the CPU.
 
@@ -175,6 +176,8 @@ def draw_chain_noise(
         num_steps: K.
         stochastic_steps: see :func:`stochastic_candidates`.
         ignore_last: see :func:`stochastic_candidates`.
+        initial_generators: one per sample, for the initial noise alone (equal ones let the members
+            of a group start from equal noise); None draws it from the sample's own stream.
     """
     candidates = stochastic_candidates(num_steps, stochastic_steps, ignore_last=ignore_last)
     if isinstance(generator, torch.Generator):
@@ -188,8 +191,9 @@ def draw_chain_noise(
             raise ValueError(f"{len(streams)} generators for a batch of {batch_size}")
     one_random = stochastic_steps == "one_random"
     initial, step, k_star = [], [], []
-    for stream in streams:
-        initial.append(torch.randn(horizon, action_dim, generator=stream))
+    for row, stream in enumerate(streams):
+        first = stream if initial_generators is None else initial_generators[row]
+        initial.append(torch.randn(horizon, action_dim, generator=first))
         if one_random:
             pick = torch.randint(len(candidates), (1,), generator=stream).item()
             k_star.append([candidates[pick]])

@@ -302,3 +302,19 @@ def test_candidates_leave_out_the_last_step_by_default():
     assert stochastic_candidates(4, "one_random") == (0, 1, 2)
     assert stochastic_candidates(4, "all", ignore_last=False) == (0, 1, 2, 3)
     assert stochastic_candidates(1, "one_random") == (0,)
+
+
+def test_group_members_can_share_the_initial_noise_only():
+    def streams(*seeds):
+        return [torch.Generator().manual_seed(seed) for seed in seeds]
+
+    noise = draw_chain_noise(
+        streams(1, 2),
+        batch_size=2,
+        horizon=H,
+        action_dim=A,
+        num_steps=4,
+        initial_generators=streams(9, 9),
+    )
+    assert torch.equal(noise.initial[0], noise.initial[1])
+    assert not torch.equal(noise.step[0], noise.step[1])
