@@ -5,19 +5,21 @@ Each check looks at one relation between keys. They run on plain values: no torc
 
 from __future__ import annotations
 
+import warnings
 from pathlib import Path
 from typing import Any
 
 from omegaconf import DictConfig
 
-from rlinf_wamrl.config.checkpoints import checkpoint_folder
+from rlinf_wamrl.config.checkpoints import resolve_checkpoint
 from rlinf_wamrl.config.errors import ConfigError
 
-__all__ = ["check_values", "world_size"]
+__all__ = ["check_lengths", "check_values", "world_size"]
 
 _POSITIVE = [
     "RL.denoising_steps",
     "RL.eval_denoising_steps",
+    "RL.imagination_steps",
     "RL.noise_level",
     "RL.clip_low",
     "RL.clip_high",
@@ -75,7 +77,10 @@ _FIXED = {
 
 
 def check_values(run: DictConfig) -> None:
-    """Raise :class:`ConfigError` for the first value that cannot work."""
+    """Raise :class:`ConfigError` for the first value that cannot work.
+
+    What will work, but worse than it could, is a warning.
+    """
     for key in _POSITIVE:
         if _get(run, key) <= 0:
             raise ConfigError(f"{key} must be positive, got {_get(run, key)}")
@@ -234,11 +239,51 @@ def _check_model(run: DictConfig) -> None:
         raise ConfigError("runner.use_training_pipeline needs training; drop runner.only_eval")
 
 
+def check_lengths(run: DictConfig) -> None:
+    """Check what depends on the rollout lengths: micro-batches of pipeline mode.
+
+    Pipeline mode cuts each source's rows into micro-batches for its actors.
+    """
+    if not run.runner.use_training_pipeline:
+        return
+    sources = world_size(run, "env") * run.rollout.pipeline_stage_num
+    ranks, micro = world_size(run, "actor"), run.actor.micro_batch_size
+    chunks = run.env.train.max_steps_per_rollout_epoch // run.actor.model.num_action_chunks
+    rows = run.env.train.total_num_envs // max(sources, ranks) * chunks
+    if rows % micro:
+        fitting = [size for size in range(1, rows + 1) if rows % size == 0 and size <= 2 * micro]
+        raise ConfigError(
+            f"runner.use_training_pipeline: the {rows} macro-steps an env source sends to an actor "
+            f"per round must be a multiple of actor.micro_batch_size = {micro}; "
+            f"use for example {fitting[-1]}"
+        )
+    model = run.actor.model
+    checkpoint = resolve_checkpoint(model)
+    config = checkpoint.config
+    if model.num_action_chunks > config.action_horizon:
+        raise ConfigError(
+            f"actor.model.num_action_chunks = {model.num_action_chunks}, but the model predicts "
+            f"chunks of {config.action_horizon} actions"
+        )
+    width = config.action_dit_config.action_dim
+    if model.action_dim != width:
+        raise ConfigError(
+            f"actor.model.action_dim = {model.action_dim}, but {checkpoint.path.name} predicts "
+            f"actions of width {width}"
+        )
+    ratio = config.action_horizon / (config.num_video_frames - 1)
+    for side in ("train", "eval"):
+        if run.env[side].action_video_freq_ratio != ratio:
+            raise ConfigError(
+                f"env.{side}.action_video_freq_ratio = {run.env[side].action_video_freq_ratio}, but "
+                f"the model imagines a frame every {ratio:g} actions ({config.action_horizon} "
+                f"actions, {config.num_video_frames} frames)"
+            )
+    for message in checkpoint.warnings:
+        warnings.warn(message, stacklevel=2)
+
+
 def _check_files(run: DictConfig) -> None:
-    try:
-        checkpoint_folder(run.actor.model.model_path)
-    except FileNotFoundError as error:
-        raise ConfigError(f"actor.model.model_path: {error}") from error
     resume = run.runner.resume_dir
     if resume is not None:
         folder = Path(resume)

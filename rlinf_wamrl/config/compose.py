@@ -18,7 +18,8 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
-from rlinf_wamrl.config.checks import check_values
+from rlinf_wamrl.config.checkpoints import PATH_KEYS, shipped_checkpoints
+from rlinf_wamrl.config.checks import check_lengths, check_values
 from rlinf_wamrl.config.derive import derive_from_tasks
 from rlinf_wamrl.config.errors import ConfigError
 from rlinf_wamrl.config.schema import RunConfig
@@ -43,6 +44,8 @@ def compose_run(path: str | Path, overrides: Sequence[str] = ()) -> DictConfig:
     run = compose_typed(path, overrides, RunConfig)
     check_values(run)
     derive_from_tasks(run)
+    check_lengths(run)
+    _make_paths_absolute(run)
     return run
 
 
@@ -82,6 +85,15 @@ def compose_typed(path: str | Path, overrides: Sequence[str], schema: type) -> D
     finally:
         GlobalHydra.instance().clear()
     return _fit_schema(composed, schema)
+
+
+def _make_paths_absolute(run: DictConfig) -> None:
+    """Workers may start in another folder than the command."""
+    for model in (run.actor.model, run.rollout.model):
+        for key in PATH_KEYS:
+            value = model.get(key)
+            if value is not None and value not in shipped_checkpoints():
+                model[key] = str(Path(value).resolve())
 
 
 def _fit_schema(composed: DictConfig, schema_type: type) -> DictConfig:

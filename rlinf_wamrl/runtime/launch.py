@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 from omegaconf import DictConfig, OmegaConf, open_dict
@@ -53,7 +54,7 @@ def _run_on_cluster(cfg: DictConfig, console: Console, started: float) -> None:
     from rlinf_wamrl.workers.learner import WAMLearner
     from rlinf_wamrl.workers.rollout_worker import WAMRolloutWorker
 
-    cfg = validate_cfg(_for_rlinf(cfg))
+    cfg = _validated_by_rlinf(_for_rlinf(cfg), validate_cfg)
     cluster = Cluster(cluster_cfg=cfg.cluster, distributed_log_dir=None)
     raise_worker_failures()
     console.phase("starting workers")
@@ -73,6 +74,17 @@ def _run_on_cluster(cfg: DictConfig, console: Console, started: float) -> None:
     runner.init_workers()
     console.line(f"ready after {duration(time.monotonic() - started)}")
     runner.run()
+
+
+def _validated_by_rlinf(
+    cfg: DictConfig, validate: Callable[[DictConfig], DictConfig]
+) -> DictConfig:
+    """Run RLinf's own checks, which in 0.3.0 refuse pipeline mode for anything but GAE."""
+    uses_pipeline = cfg.runner.use_training_pipeline
+    cfg.runner.use_training_pipeline = False
+    cfg = validate(cfg)
+    cfg.runner.use_training_pipeline = uses_pipeline
+    return cfg
 
 
 def _for_rlinf(cfg: DictConfig) -> DictConfig:

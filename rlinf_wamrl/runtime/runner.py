@@ -11,12 +11,13 @@ from pathlib import Path
 from typing import Any
 
 import ray
+import torch
 from omegaconf import DictConfig
 from rlinf.runners.embodied_runner import EmbodiedRunner
 
 from rlinf_wamrl.files import atomic_folder
 from rlinf_wamrl.report.console import Console, duration, wilson_interval
-from rlinf_wamrl.rl.advantage import all_groups_degenerate_message
+from rlinf_wamrl.rl.advantage import all_groups_degenerate_message, degenerate_groups
 from rlinf_wamrl.runtime.rlinf_compat import own_actor_channel
 
 __all__ = ["NoLearningSignalError", "WAMRunner"]
@@ -98,25 +99,21 @@ class WAMRunner(EmbodiedRunner):
         return results
 
     def _iterate(self) -> dict[str, float]:
+        """Collect until something teaches, and learn from it; returns the iteration's metrics."""
         self.actor.set_global_step(self.global_step).wait()
         with self._phase("sending weights"):
             if self.global_step % self.weight_sync_interval == 0:
                 self.update_rollout_weights()
-        metrics = self._collect_until_useful()
-        with self._phase("learning"):
-            trained = self.actor.run_training().wait()
-        metrics.update({f"train/{name}": value for name, value in _mean_over(trained).items()})
-        durations = self.timer.consume_durations()
-        metrics.update({f"time/{name}": value for name, value in durations.items()})
-        return metrics
-
-    def _collect_until_useful(self) -> dict[str, float]:
         attempts = self.cfg.RL.max_resample
         for attempt in range(attempts):
-            metrics = self._collect()
-            if metrics["rollout/macro_steps"] > 0:
-                metrics["rollout/resampled"] = float(attempt)
-                return metrics
+            if self.cfg.runner.use_training_pipeline:
+                metrics = self._collect_and_learn()
+            else:
+                metrics = self._collect_then_learn()
+            if metrics["train/macro_steps"] > 0:
+                durations = self.timer.consume_durations()
+                metrics.update({f"time/{name}": value for name, value in durations.items()})
+                return {**metrics, "rollout/resampled": float(attempt)}
             self.console.line(
                 f"  every group ended alike ({metrics['rollout/successes']:.0f}/"
                 f"{metrics['rollout/episodes']:.0f} successes): sampling other initial states"
@@ -127,31 +124,56 @@ class WAMRunner(EmbodiedRunner):
             )
         )
 
-    def _collect(self) -> dict[str, float]:
-        self.env.set_global_step(self.rollout_index).wait()
-        self.rollout_index += 1
+    def _collect_then_learn(self) -> dict[str, float]:
         with self._phase("rollouts", self._rollout_progress):
-            env_handle = self.env.interact(
-                input_channel=self.env_channel,
-                rollout_channel=self.rollout_channel,
-                reward_channel=None,
-                actor_channel=self.actor_channel,
-            )
-            rollout_handle = self.rollout.generate(
-                input_channel=self.rollout_channel,
-                output_channel=self.env_channel,
-                actor_channel=self.actor_channel,
-            )
+            env_handle, rollout_handle = self._start_rollouts()
             self.actor.recv_rollout_trajectories(input_channel=self.actor_channel).wait()
             rollout_handle.wait()
-            env_results = env_handle.wait()
+            metrics = self._episode_metrics(env_handle.wait())
         with self._phase("advantages"):
-            counts = self.actor.compute_advantages_and_returns().wait()
-        metrics = {f"rollout/{name}": value for name, value in _sum_over(counts).items()}
-        lengths = [length for result in env_results for length in result["episode_len"].tolist()]
-        metrics["env/episode_len"] = sum(lengths) / len(lengths)
-        metrics["env/success_rate"] = metrics["rollout/successes"] / metrics["rollout/episodes"]
-        return metrics
+            counted = _sum_over(self.actor.compute_advantages_and_returns().wait())
+        if counted["macro_steps"] == 0:
+            return {**metrics, "train/macro_steps": 0.0}
+        with self._phase("learning"):
+            trained = self.actor.run_training().wait()
+        return {**metrics, **_training_metrics(trained)}
+
+    def _collect_and_learn(self) -> dict[str, float]:
+        with self._phase("rollouts and learning", self._rollout_progress):
+            env_handle, rollout_handle = self._start_rollouts()
+            trained = self.actor.run_training(input_channel=self.actor_channel).wait()
+            rollout_handle.wait()
+            metrics = self._episode_metrics(env_handle.wait())
+        return {**metrics, **_training_metrics(trained)}
+
+    def _start_rollouts(self) -> tuple[Any, Any]:
+        self.env.set_global_step(self.rollout_index).wait()
+        self.rollout_index += 1
+        env_handle = self.env.interact(
+            input_channel=self.env_channel,
+            rollout_channel=self.rollout_channel,
+            reward_channel=None,
+            actor_channel=self.actor_channel,
+        )
+        rollout_handle = self.rollout.generate(
+            input_channel=self.rollout_channel,
+            output_channel=self.env_channel,
+            actor_channel=self.actor_channel,
+        )
+        return env_handle, rollout_handle
+
+    def _episode_metrics(self, env_results: list[dict[str, Any]]) -> dict[str, float]:
+        outcome = torch.cat([result["success_once"] for result in env_results]).float()
+        lengths = torch.cat([result["episode_len"] for result in env_results]).float()
+        degenerate = degenerate_groups(outcome, self.cfg.RL.group_size)
+        return {
+            "rollout/episodes": float(outcome.numel()),
+            "rollout/successes": float(outcome.sum()),
+            "rollout/groups": float(degenerate.numel()),
+            "rollout/groups_degenerate": float(degenerate.sum()),
+            "env/success_rate": float(outcome.mean()),
+            "env/episode_len": float(lengths.mean()),
+        }
 
     def _evaluate(self, title: str) -> None:
         with self._phase(title, self._eval_progress):
@@ -276,10 +298,15 @@ def _sum_over(results: list[dict[str, float]]) -> dict[str, float]:
     return {name: sum(result[name] for result in results) for name in results[0]}
 
 
-def _mean_over(results: list[dict[str, float]]) -> dict[str, float]:
-    names = {name for result in results for name in result}
-    means = {}
-    for name in sorted(names):
+def _training_metrics(results: list[dict[str, float]]) -> dict[str, float]:
+    """Join the ranks' metrics: counts are summed, maxima kept, the rest averaged."""
+    joined = {}
+    for name in sorted({name for result in results for name in result}):
         values = [result[name] for result in results if name in result]
-        means[name] = max(values) if name.endswith("_max") else sum(values) / len(values)
-    return means
+        if name == "macro_steps":
+            joined[f"train/{name}"] = sum(values)
+        elif name.endswith("_max"):
+            joined[f"train/{name}"] = max(values)
+        else:
+            joined[f"train/{name}"] = sum(values) / len(values)
+    return joined

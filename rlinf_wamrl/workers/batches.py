@@ -8,7 +8,36 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["drift_message", "executed_steps", "mini_batches", "rows_of", "select_rows"]
+__all__ = [
+    "counting_rows",
+    "flatten_time",
+    "drift_message",
+    "executed_steps",
+    "mini_batches",
+    "rows_of",
+    "select_rows",
+]
+
+
+def flatten_time(batch: dict[str, Any]) -> dict[str, Any]:
+    """Flatten [T, B, ...] to rows [T * B, ...]; boundary entries lose their last step."""
+    chunks = batch["prev_logprobs"].shape[0]
+    rows: dict[str, Any] = {}
+    for name, value in batch.items():
+        if isinstance(value, dict):
+            rows[name] = {key: entry.flatten(0, 1) for key, entry in value.items()}
+        elif value is not None:
+            rows[name] = value[:chunks].flatten(0, 1)
+    return rows
+
+
+def counting_rows(rows: dict[str, Any]) -> Tensor:
+    """Return the indices of the rows to train on: executed, with an advantage that is not 0.
+
+    An advantage of 0 has no gradient; it would only dilute the mean. Degenerate groups have it.
+    """
+    mask = rows["loss_mask"].flatten(1).any(dim=1) & (rows["advantages"] != 0).flatten(1).any(dim=1)
+    return mask.nonzero().squeeze(1)
 
 
 def rows_of(batch: dict[str, Any]) -> int:

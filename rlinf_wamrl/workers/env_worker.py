@@ -22,6 +22,7 @@ from rlinf_wamrl.data.interface import (
     TrajectorySource,
 )
 from rlinf_wamrl.policy import RECORD_IDS
+from rlinf_wamrl.workers.messages import pack_observation_shards, pack_request_shards
 from rlinf_wamrl.workers.trajectory_channel import PROGRESS_KEY
 
 __all__ = ["FUTURE_KEYS", "WAMEnvWorker", "policy_observation"]
@@ -147,7 +148,7 @@ class WAMEnvWorker(EnvWorker):
             tag=TRAIN_INPUT_TAG,
             route_key=stage,
             batch_size=self.train_batch_size,
-            split_fn=PolicyInput.split,
+            split_fn=pack_request_shards,
         )
 
     def _key(self, epoch: int, stage: int, chunk: int) -> TrajectoryKey:
@@ -197,6 +198,7 @@ class WAMEnvWorker(EnvWorker):
             tag=EVAL_INPUT_TAG,
             route_key=stage,
             batch_size=self.eval_batch_size,
+            split_fn=pack_observation_shards,
         )
 
 

@@ -1,7 +1,8 @@
 """The learner: RLinf's embodied actor, trained by flow PPO on group advantages.
 
-One update: drain the trajectories, turn outcomes into advantages, drop what teaches nothing,
-re-score the batch in the learner's own forward pass, then PPO over shuffled mini-batches.
+One update: drain the trajectories, turn outcomes into advantages, leave out what teaches nothing
+(an advantage of exactly 0), re-score the rest in the learner's own forward pass, then PPO over
+shuffled mini-batches.
 """
 
 from __future__ import annotations
@@ -12,9 +13,10 @@ from typing import Any
 import torch
 from omegaconf import DictConfig
 from rlinf.algorithms.registry import calculate_adv_and_returns, policy_loss
-from rlinf.scheduler import Channel, Worker
+from rlinf.scheduler import Channel, CommMapper, Worker
 from rlinf.utils.metric_utils import append_to_dict, compute_split_num
-from rlinf.workers.actor.fsdp_actor_worker import EmbodiedFSDPActor, process_nested_dict_for_train
+from rlinf.utils.utils import unpack_batch
+from rlinf.workers.actor.fsdp_actor_worker import EmbodiedFSDPActor
 from torch import Tensor
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -25,13 +27,15 @@ from torch.distributed.checkpoint.state_dict import (
 )
 
 from rlinf_wamrl.checkpoint import read_learner, write_learner
-from rlinf_wamrl.data.interface import Trajectory
-from rlinf_wamrl.rl.advantage import degenerate_groups
+from rlinf_wamrl.data.interface import Trajectory, merge_batch_values
 from rlinf_wamrl.workers.batches import (
+    counting_rows,
     drift_message,
     executed_steps,
+    flatten_time,
     mini_batches,
     rows_of,
+    select_rows,
 )
 
 __all__ = ["WAMLearner"]
@@ -66,14 +70,8 @@ class WAMLearner(EmbodiedFSDPActor):
 
     @Worker.timer("actor/compute_adv")
     def compute_advantages_and_returns(self) -> dict[str, float]:
-        """Turn outcomes into advantages and mark the groups that teach nothing.
-
-        Returns:
-            Metrics summed over ranks by the caller: counts of episodes, successes, groups.
-        """
+        """Turn outcomes into advantages; returns how many macro-steps of this rank count."""
         batch, rl = self.rollout_batch, self.cfg.RL
-        outcome = self._task_returns()
-        degenerate = degenerate_groups(outcome, rl.group_size)
         advantages = calculate_adv_and_returns(
             task_type=self.cfg.runner.task_type,
             adv_type=self.cfg.algorithm.adv_type,
@@ -85,39 +83,60 @@ class WAMLearner(EmbodiedFSDPActor):
             reward_type=self.cfg.algorithm.reward_type,
             loss_mask=batch["loss_mask"],
             loss_mask_sum=batch["loss_mask_sum"],
-            degenerate=rl.degenerate,
-            min_group_std=rl.min_group_std,
         )
         batch.update(advantages)
-        if rl.degenerate == "drop":
-            used = ~degenerate.repeat_interleave(rl.group_size)
-            batch["loss_mask"] = batch["loss_mask"] & used.view(1, -1, 1)
-        return {
-            "episodes": float(outcome.numel()),
-            "successes": float((outcome > 0).sum()),
-            "groups": float(degenerate.numel()),
-            "groups_degenerate": float(degenerate.sum()),
-            "macro_steps": float(executed_steps(batch["loss_mask"])),
-        }
+        return {"macro_steps": float(counting_rows(flatten_time(batch)).numel())}
 
     @Worker.timer("run_training")
-    def run_training(self) -> dict[str, float]:
-        """Re-score the batch, then take the PPO steps; returns the mean of each metric."""
+    def run_training(self, input_channel: Channel | None = None) -> dict[str, float]:
+        """Take the PPO steps of one iteration.
+
+        Args:
+            input_channel: in pipeline mode, where each rollout epoch's micro-batches arrive while
+                the next epoch is collected; None trains on the rollouts received before.
+
+        Returns:
+            Metrics over all steps, and ``macro_steps``, the rows that were trained on.
+        """
         if self.is_weight_offloaded:
             self.load_param_and_grad(self.device)
         if self.is_optimizer_offloaded:
             self.load_optimizer(self.device)
         self.model.train()
+        metrics: dict[str, list[float]] = {}
+        if input_channel is None:
+            trained = self._update(flatten_time(self.rollout_batch), metrics, is_first=True)
+        else:
+            trained = 0
+            for epoch in range(self.cfg.env.train.rollout_epoch):
+                rows = self._receive_epoch(input_channel)
+                trained += self._update(rows, metrics, is_first=epoch == 0)
+        if trained:
+            self.lr_scheduler.step()
+        self.optimizer.zero_grad()
+        return {**self._reduced(metrics), "macro_steps": float(trained)}
+
+    def _update(
+        self, rows: dict[str, Any], metrics: dict[str, list[float]], *, is_first: bool
+    ) -> int:
+        """Train ``RL.update_epochs`` times on the rows that count; returns how many do.
+
+        Later updates of an iteration keep the recorded log-probs: the weights that acted are gone.
+        """
+        keep = counting_rows(rows)
+        per_rank = self.cfg.actor.global_batch_size // self._world_size
+        micro = self.cfg.actor.micro_batch_size
+        count = self._agreed_count(math.ceil(keep.numel() / per_rank))
+        if count == 0:
+            return 0
+        if keep.numel() == 0:  # other ranks have rows: one that does not count keeps step
+            keep = torch.zeros(1, dtype=torch.int64)
+        rows = select_rows(rows, keep)
+        if self.cfg.RL.recompute_logprobs and is_first:
+            self._rescore(rows, metrics)
         generator = torch.Generator().manual_seed(
             self.cfg.actor.seed + 10_007 * self.version + self._rank
         )
-        rows = self._training_rows(generator)
-        metrics: dict[str, list[float]] = {}
-        if self.cfg.RL.recompute_logprobs:
-            self._rescore(rows, metrics)
-        per_rank = self.cfg.actor.global_batch_size // self._world_size
-        micro = self.cfg.actor.micro_batch_size
-        count = self._agreed_count(math.ceil(rows_of(rows) / per_rank))
         for _ in range(self.cfg.RL.update_epochs):
             for mini_batch in mini_batches(rows, per_rank, count, generator):
                 self.optimizer.zero_grad()
@@ -129,9 +148,19 @@ class WAMLearner(EmbodiedFSDPActor):
                     self.train_micro_batch(part, metrics, is_last=is_last)
                 grad_norm, rates = self.optimizer_step()
                 append_to_dict(metrics, {"actor/grad_norm": float(grad_norm), "actor/lr": rates[0]})
-        self.lr_scheduler.step()
-        self.optimizer.zero_grad()
-        return self._reduced(metrics)
+        return executed_steps(rows["loss_mask"])
+
+    def _receive_epoch(self, input_channel: Channel) -> dict[str, Any]:
+        """Receive this rank's micro-batches of one rollout epoch and join them."""
+        cfg = self.cfg
+        chunks = cfg.env.train.max_steps_per_rollout_epoch // cfg.actor.model.num_action_chunks
+        rows = cfg.env.train.total_num_envs * chunks // self._world_size
+        key = CommMapper.build_channel_key(self._rank, self._rank, "pipeline_actor")
+        parts = [
+            unpack_batch(input_channel.get(key=key))
+            for _ in range(rows // cfg.actor.micro_batch_size)
+        ]
+        return merge_batch_values(parts)
 
     def train_micro_batch(
         self, micro_batch: dict[str, Any], metrics: dict[str, list[float]], *, is_last: bool
@@ -195,27 +224,13 @@ class WAMLearner(EmbodiedFSDPActor):
         if state["model"].keys() != trained:
             difference = sorted(state["model"].keys() ^ trained)
             raise ValueError(
-                f"{load_path} was written for other trainable parameters; {len(difference)} differ, for "
-                f"example {difference[:3]}"
+                f"{load_path} was written for other trainable parameters; {len(difference)} "
+                f"differ, for example {difference[:3]}"
             )
         options = StateDictOptions(full_state_dict=True, strict=False, ignore_frozen_params=True)
         set_model_state_dict(self.model, state["model"], options=options)
         set_optimizer_state_dict(self.model, self.optimizer, state["optimizer"], options=options)
         self.lr_scheduler.load_state_dict(state["lr_scheduler"])
-
-    def _task_returns(self) -> Tensor:
-        """Return the task outcome of each episode, [B]."""
-        return self.rollout_batch["rewards"].sum(dim=(0, 2))
-
-    def _training_rows(self, generator: torch.Generator) -> dict[str, Any]:
-        """Flatten [T, B] to rows, keep those that count, in random order."""
-        batch = self.rollout_batch
-        keep = batch["loss_mask"].flatten(0, 1).any(dim=-1).nonzero().squeeze(1)
-        if keep.numel() == 0:  # another rank may have rows: one that does not count keeps step
-            keep = torch.zeros(1, dtype=torch.int64)
-        order = keep[torch.randperm(keep.numel(), generator=generator)]
-        with torch.no_grad():
-            return process_nested_dict_for_train(batch, order)
 
     def _score(self, rows: dict[str, Any]) -> Tensor:
         with self.amp_context:

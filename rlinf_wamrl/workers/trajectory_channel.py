@@ -14,6 +14,7 @@ from rlinf.scheduler import Channel, Cluster, NodePlacementStrategy, Worker
 from rlinf.scheduler.channel.channel_worker import ChannelWorker, WeightedItem
 
 from rlinf_wamrl.data.interface import ChannelContext, select_trajectory_collector
+from rlinf_wamrl.data.wire import unpack_message
 
 __all__ = ["PROGRESS_KEY", "CollectingChannelWorker", "create_trajectory_channel"]
 
@@ -38,7 +39,7 @@ class CollectingChannelWorker(ChannelWorker):
             rank, *counts = item
             self._progress[rank] = counts
             return
-        for out_key, output in self._collector.collect(item, key):
+        for out_key, output in self._collector.collect(unpack_message(item), key):
             self.create_queue(out_key, self.maxsize())
             await self._queue_map[out_key].put(WeightedItem(weight=0, item=output))
 
