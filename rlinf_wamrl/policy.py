@@ -2,14 +2,15 @@
 
 ``predict_action_batch`` samples chunks in the rollout worker, ``forward`` scores recorded chunks in
 the learner. Both meet in ``forward_inputs``, a flat dict of tensors with all that the learner needs
-to recompute a log-probability: the image, the proprioception, the instruction and the chain.
+to recompute a log-probability: the image, the proprioception, the instruction and the chain; and
+the imagined video, where the model acts on one (idm mode).
 """
 
 from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -19,6 +20,8 @@ from torch import Tensor, nn
 from rlinf_wamrl.processing import Processor, pixels_to_unit
 from rlinf_wamrl.rl import flow_sde
 from rlinf_wamrl.wam.state import WAMState
+from rlinf_wamrl.wam.text import TextEncoder
+from rlinf_wamrl.wam.vae import VideoVAE
 
 __all__ = [
     "SamplingSettings",
@@ -34,6 +37,8 @@ INSTRUCTION_BYTES = 256
 RECORD_IDS = ("task_id", "seed", "group_id", "episode_id", "elapsed_steps")
 """Integers of the observation that travel with every macro-step."""
 
+_KEY_BOUND = 2**62
+
 
 @dataclass(frozen=True, kw_only=True)
 class SamplingSettings:
@@ -42,11 +47,12 @@ class SamplingSettings:
     num_executed: int  # C, actions executed before replanning
     denoising_steps: int  # K while training
     eval_denoising_steps: int  # K of the deterministic policy
+    imagination_steps: int  # K_video, of the video that the actions see in idm mode
     noise_level: float  # a
     stochastic_steps: str | tuple[int, ...] = "one_random"  # or "all", or listed steps
     ignore_last: bool | None = None  # leave out step K-1; None = when K > 1
     variant: str = "sde"  # or "cps"
-    shift: float | None = None  # overrides the checkpoint's sigma shift
+    shift: float | None = None  # overrides the checkpoint's sigma shifts
     seed: int = 0  # root of all random streams
 
 
@@ -60,57 +66,104 @@ class WAMPolicy(nn.Module, BasePolicy):
     def __init__(
         self,
         *,
-        wam: nn.Module,
-        vae: nn.Module,
-        text_encoder: Any,
+        wam: Any,
+        vae: VideoVAE,
+        text_encoder: TextEncoder,
         processor: Processor,
         settings: SamplingSettings,
     ) -> None:
-        """Join the parts; parameters of ``vae`` are frozen."""
+        """Join the parts; parameters of ``vae`` are frozen.
+
+        Args:
+            wam: a :class:`~rlinf_wamrl.wam.wam.WAM`, or what
+                :func:`~rlinf_wamrl.wam.adapter.adapt` makes of an official FastWAM object.
+            vae: encodes the images.
+            text_encoder: encodes the instructions.
+            processor: prepares observations and finishes actions.
+            settings: how actions are sampled and scored.
+
+        Raises:
+            ValueError: more actions are to be executed than the model predicts.
+        """
         super().__init__()
-        config = wam.config
-        if not 1 <= settings.num_executed <= config.action_horizon:
+        if not 1 <= settings.num_executed <= wam.action_horizon:
             raise ValueError(
                 f"num_action_chunks = {settings.num_executed} must be within 1.."
-                f"{config.action_horizon}, the actions this model predicts"
+                f"{wam.action_horizon}, the actions this model predicts"
             )
         self.wam = wam
-        self.vae = vae.requires_grad_(False)
+        self.vae = vae.requires_grad_(False) if isinstance(vae, nn.Module) else vae
         self.text_encoder = text_encoder
         self.processor = processor
         self.settings = settings
-        self.action_dim = config.action_dit_config.action_dim
         self._contexts: dict[str, tuple[Tensor, Tensor]] = {}
         self._generator = torch.Generator().manual_seed(settings.seed)
 
     @property
     def device(self) -> torch.device:
         """Where the model's weights are."""
-        return next(self.wam.parameters()).device
+        return self.wam.device
 
     @property
     def dtype(self) -> torch.dtype:
         """Dtype of the model's weights."""
-        return next(self.wam.parameters()).dtype
+        return self.wam.dtype
 
-    def state(self, image: Tensor, proprio: Tensor, instructions: Sequence[str]) -> WAMState:
+    @property
+    def imagines(self) -> bool:
+        """Whether the actions see an imagined video (idm mode) rather than the image alone."""
+        return self.wam.action_infer_mode == "idm"
+
+    def state(
+        self,
+        image: Tensor,
+        proprio: Tensor,
+        instructions: Sequence[str],
+        video: Tensor | None = None,
+    ) -> WAMState:
         """Encode a batch of observations.
 
         Args:
             image: uint8 [B,3,H,W], both cameras side by side.
             proprio: float32 [B,P], normalised.
             instructions: B task instructions.
+            video: [B,C_lat,f,h,w] that :meth:`imagine` made of these observations; the image is its
+                first frame and is not encoded again.
         """
         context, mask = self.context(instructions)
-        with torch.no_grad():
-            pixels = pixels_to_unit(image.to(self.device), self.dtype)
-            first_frame = self.vae.encode(pixels.unsqueeze(2))
+        if video is None:
+            with torch.no_grad():
+                pixels = pixels_to_unit(image.to(self.device), self.dtype)
+                first_frame = self.vae.encode(pixels.unsqueeze(2)).to(self.dtype)
+        else:
+            video = video.to(self.device)
+            first_frame = video[:, :, :1]
         return WAMState(
-            first_frame=first_frame.to(self.dtype),
+            first_frame=first_frame,
             context=context,
             context_mask=mask,
             proprio=proprio.to(self.device, self.dtype),
+            video=video,
         )
+
+    def imagine(self, state: WAMState, streams: Sequence[torch.Generator]) -> Tensor:
+        """Imagine what happens next, from noise of one random stream per sample.
+
+        Args:
+            state: B observations.
+            streams: B generators on the CPU.
+
+        Returns:
+            Latents [B,C_lat,f,h,w] in float16, the precision in which they are recorded: whoever
+            computes with them here or in the learner reads the same numbers.
+        """
+        _, channels, _, height, width = state.first_frame.shape
+        shape = (channels, self.wam.num_latent_frames, height, width)
+        noise = torch.stack([torch.randn(shape, generator=stream) for stream in streams])
+        settings = self.settings
+        return self.wam.imagine(
+            state, settings.imagination_steps, noise=noise, shift=settings.shift
+        ).half()
 
     def context(self, instructions: Sequence[str]) -> tuple[Tensor, Tensor]:
         """Return the text embeddings [B,L,D] and mask [B,L]; each instruction is encoded once."""
@@ -148,8 +201,13 @@ class WAMPolicy(nn.Module, BasePolicy):
         image = self.processor.images(env_obs["main_images"], env_obs["wrist_images"])
         proprio = self.processor.proprio(env_obs["states"])
         instructions = list(env_obs["task_descriptions"])
-        cache = self.wam.prefill(self.state(image, proprio, instructions))
-        noise = self._noise(env_obs, mode, batch_size=len(instructions))
+        keys = self._stream_keys(env_obs, len(instructions))
+        state = self.state(image, proprio, instructions)
+        if self.imagines:
+            streams = [random_stream(settings.seed, mode, "video", *key) for key in keys]
+            state = replace(state, video=self.imagine(state, streams))
+        cache = self.wam.prefill(state)
+        noise = self._noise([random_stream(settings.seed, mode, *key) for key in keys])
         if mode == "eval":
             grid = self._grid(settings.eval_denoising_steps)
             final = flow_sde.sample_ode(self.wam, cache, grid, noise.initial)
@@ -173,6 +231,8 @@ class WAMPolicy(nn.Module, BasePolicy):
             "proprio": proprio,
             "instruction": pack_instructions(instructions),
         }
+        if state.video is not None:
+            record["video_latents"] = state.video
         for name in RECORD_IDS:
             if name in env_obs:
                 record[name] = torch.as_tensor(env_obs[name])
@@ -199,11 +259,24 @@ class WAMPolicy(nn.Module, BasePolicy):
 
         Returns:
             ``logprobs`` float32 [B,C,A]; ``values`` and ``entropy`` are None.
+
+        Raises:
+            ValueError: the record has no imagined video, but the model acts on one.
         """
         settings = self.settings
         device = self.device
-        instructions = unpack_instructions(forward_inputs["instruction"])
-        state = self.state(forward_inputs["image"], forward_inputs["proprio"], instructions)
+        video = forward_inputs.get("video_latents") if self.imagines else None
+        if self.imagines and video is None:
+            raise ValueError(
+                "the record has no video_latents, but actions in idm mode depend on the imagined "
+                "video: it was written with another actor.model.action_infer_mode"
+            )
+        state = self.state(
+            forward_inputs["image"],
+            forward_inputs["proprio"],
+            unpack_instructions(forward_inputs["instruction"]),
+            video,
+        )
         elements = flow_sde.logprob_chain_elements(
             self.wam,
             self.wam.prefill(state),
@@ -225,21 +298,22 @@ class WAMPolicy(nn.Module, BasePolicy):
             self.wam, num_steps, shift=self.settings.shift, device=self.device
         )
 
-    def _noise(self, env_obs: Mapping[str, Any], mode: str, batch_size: int) -> flow_sde.ChainNoise:
+    def _stream_keys(self, env_obs: Mapping[str, Any], batch_size: int) -> list[tuple[int, ...]]:
+        """Return what the random streams of each sample depend on."""
+        if "episode_id" not in env_obs:
+            drawn = torch.randint(_KEY_BOUND, (batch_size,), generator=self._generator)
+            return [(key,) for key in drawn.tolist()]
+        episodes = torch.as_tensor(env_obs["episode_id"]).tolist()
+        steps = torch.as_tensor(env_obs["elapsed_steps"]).tolist()
+        return list(zip(episodes, steps, strict=True))
+
+    def _noise(self, streams: Sequence[torch.Generator]) -> flow_sde.ChainNoise:
         settings = self.settings
-        generators: Any = self._generator
-        if "episode_id" in env_obs:
-            episodes = torch.as_tensor(env_obs["episode_id"]).tolist()
-            steps = torch.as_tensor(env_obs["elapsed_steps"]).tolist()
-            generators = [
-                random_stream(settings.seed, mode, episode, step)
-                for episode, step in zip(episodes, steps, strict=True)
-            ]
         noise = flow_sde.draw_chain_noise(
-            generators,
-            batch_size=batch_size,
-            horizon=self.wam.config.action_horizon,
-            action_dim=self.action_dim,
+            streams,
+            batch_size=len(streams),
+            horizon=self.wam.action_horizon,
+            action_dim=self.wam.action_dim,
             num_steps=settings.denoising_steps,
             stochastic_steps=settings.stochastic_steps,
             ignore_last=settings.ignore_last,

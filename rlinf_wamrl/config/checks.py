@@ -273,11 +273,12 @@ def check_lengths(run: DictConfig) -> None:
         )
     ratio = config.action_horizon / (config.num_video_frames - 1)
     for side in ("train", "eval"):
-        if run.env[side].action_video_freq_ratio != ratio:
+        given = run.env[side].action_video_freq_ratio
+        if given != ratio:
             raise ConfigError(
-                f"env.{side}.action_video_freq_ratio = {run.env[side].action_video_freq_ratio}, but "
-                f"the model imagines a frame every {ratio:g} actions ({config.action_horizon} "
-                f"actions, {config.num_video_frames} frames)"
+                f"env.{side}.action_video_freq_ratio = {given}, but the model imagines a frame "
+                f"every {ratio:g} actions ({config.num_video_frames} frames over "
+                f"{config.action_horizon} actions)"
             )
     for message in checkpoint.warnings:
         warnings.warn(message, stacklevel=2)

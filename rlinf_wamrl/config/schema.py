@@ -340,7 +340,7 @@ class ModelConfig:
     """Height and width of the model's picture, both cameras side by side; null takes the
     checkpoint's own (FastWAM: [224, 448])."""
     binarize_gripper: bool | None = None
-    """Execute the sign of the gripper's command; null takes the checkpoint's own (FastWAM: true)."""
+    """Execute the sign of the gripper's command; null takes the checkpoint's own (FastWAM: yes)."""
     video_dit_config: dict[str, Any] = field(default_factory=dict)
     """Sizes and switches of a FastWAM file's video expert that differ from Wan2.2-TI2V-5B, by
     FastWAM's names; for example use_gradient_checkpointing: true."""

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from rlinf_wamrl.wam import inference
 from rlinf_wamrl.wam.config import TEMPORAL_STRIDE
@@ -44,11 +44,11 @@ class OfficialVAE:
         return model.vae.decode(latents.to(model.device, model.torch_dtype), device=model.device)
 
 
-class OfficialFastWAM:
+class OfficialFastWAM(nn.Module):
     """An official FastWAM object that behaves like our :class:`~rlinf_wamrl.wam.wam.WAM`.
 
-    Everything not defined here (``video_expert``, ``infer_action_scheduler``, ``parameters``, ...)
-    is the official object's own.
+    Everything not defined here (``video_expert``, ``infer_action_scheduler``, ...) is the official
+    object's own. That object is a submodule, so that it moves, trains and is saved with this one.
     """
 
     def __init__(
@@ -60,6 +60,7 @@ class OfficialFastWAM:
         action_horizon: int = 32,
     ):
         """Wraps a model; see :func:`adapt`."""
+        super().__init__()
         self.model = model
         self._generation: Generation = generation_of(model)
         sees_whole_video = "num_video_frames" in _parameters(model.infer_action)
@@ -80,9 +81,17 @@ class OfficialFastWAM:
 
     def __getattr__(self, name: str) -> Any:
         """Everything else of the official object."""
-        if name == "model":  # not set yet, for example while unpickling
-            raise AttributeError(name)
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if name == "model":  # not set yet, for example while unpickling
+                raise
         return getattr(self.model, name)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the weights."""
+        return self.model.torch_dtype
 
     @property
     def vae(self) -> OfficialVAE:

@@ -22,6 +22,7 @@ from torch import Tensor
 from rlinf_wamrl.files import atomic_path
 from rlinf_wamrl.normalisation import DatasetStatistics
 from rlinf_wamrl.wam.base_model import missing_parts
+from rlinf_wamrl.wam.checkpoint_files import KNOWN_RELEASES, contradictions, find_statistics
 from rlinf_wamrl.wam.config import WAMConfig, fastwam_5b
 from rlinf_wamrl.wam.wam import WAM
 from rlinf_wamrl.wam.weights import (
@@ -32,25 +33,7 @@ from rlinf_wamrl.wam.weights import (
     wam_from_state,
 )
 
-__all__ = ["KNOWN_RELEASES", "LoadedWAM", "from_fastwam", "save_fastwam"]
-
-KNOWN_RELEASES: dict[str, dict[str, Any]] = {
-    "libero_uncond_2cam224.pt": {
-        "variant": "uncond",
-        "action_train_shift": 5.0,
-        "action_infer_shift": 5.0,
-    },
-    "libero_optional_idm_2cam224.pt": {
-        "variant": "optional_idm",
-        "action_train_shift": 1.0,
-        "action_infer_shift": 1.0,
-        "video_infer_shift": 1.0,
-    },
-}
-"""Released file -> what its configuration must say; the wrong shift only lowers success, silently.
-
-The optional-IDM results were published with shift 1 for the imagined video, too.
-"""
+__all__ = ["LoadedWAM", "from_fastwam", "save_fastwam"]
 
 _SECTIONS = {"mot", "dit", "proprio_encoder", "step", "torch_dtype", "optimizer"}
 _FLOAT_DTYPES = {str(dtype): dtype for dtype in (torch.float32, torch.bfloat16, torch.float16)}
@@ -96,7 +79,7 @@ def from_fastwam(
     path = Path(path)
     payload = _read_payload(path)
     config = _reconcile(path, config)
-    loaded_statistics = DatasetStatistics.load(_find_statistics(path, statistics))
+    loaded_statistics = DatasetStatistics.load(find_statistics(path, statistics))
     _check_widths(config, loaded_statistics)
     declared = _declared_dtype(path, payload)
     state = _flatten(path, payload)
@@ -204,11 +187,7 @@ def _reconcile(path: Path, config: WAMConfig | None) -> WAMConfig:
                 f"({', '.join(KNOWN_RELEASES)}): give its configuration, with its sigma shift"
             )
         return fastwam_5b(**known)
-    differences = [
-        f"{name}={value!r} (not {getattr(config, name)!r})"
-        for name, value in (known or {}).items()
-        if getattr(config, name) != value
-    ]
+    differences = contradictions(path.name, config)
     if differences:
         warnings.warn(
             f"{path.name} was released with {', '.join(differences)}: as configured, expect a "
@@ -216,20 +195,6 @@ def _reconcile(path: Path, config: WAMConfig | None) -> WAMConfig:
             stacklevel=3,
         )
     return config
-
-
-def _find_statistics(path: Path, statistics: str | Path | None) -> Path:
-    if statistics is not None:
-        return Path(statistics)
-    candidates = [path.with_name(f"{path.stem}_dataset_stats.json")]
-    candidates += [parent / "dataset_stats.json" for parent in list(path.absolute().parents)[:4]]
-    for candidate in candidates:
-        if candidate.is_file():
-            return candidate
-    raise FileNotFoundError(
-        f"no dataset statistics for {path}; looked for {', '.join(map(str, candidates))}. "
-        "A checkpoint works only with the statistics it was trained with: name their file"
-    )
 
 
 def _check_widths(config: WAMConfig, statistics: DatasetStatistics) -> None:

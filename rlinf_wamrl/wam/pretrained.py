@@ -24,6 +24,7 @@ from safetensors.torch import load_file, save_file
 from rlinf_wamrl.files import atomic_folder
 from rlinf_wamrl.normalisation import DatasetStatistics
 from rlinf_wamrl.processing import Processor, ProcessorConfig
+from rlinf_wamrl.wam.checkpoint_files import FORMAT_VERSION, read_folder_config
 from rlinf_wamrl.wam.config import WAMConfig
 from rlinf_wamrl.wam.text import HashedWordEncoder, TextEncoder, build_text_encoder
 from rlinf_wamrl.wam.vae import VideoVAE, load_vae
@@ -32,9 +33,6 @@ from rlinf_wamrl.wam.wam import WAM
 from rlinf_wamrl.wam.weights import wam_from_state
 
 __all__ = ["PretrainedWAM", "load_pretrained", "model_card", "save_pretrained"]
-
-FORMAT_VERSION = 1
-FILES = ("model.safetensors", "vae.safetensors", "dataset_stats.json", "config.json")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,6 +114,7 @@ def save_pretrained(
 def load_pretrained(
     folder: str | Path,
     *,
+    config: WAMConfig | None = None,
     device: torch.device | str = "cpu",
     dtype: torch.dtype = torch.float32,
 ) -> PretrainedWAM:
@@ -123,6 +122,7 @@ def load_pretrained(
 
     Args:
         folder: the checkpoint folder.
+        config: switches of the model to use in place of the stored ones; the sizes must agree.
         device: where the weights go.
         dtype: dtype of the weights.
 
@@ -131,23 +131,20 @@ def load_pretrained(
         ValueError: a file is damaged, or the parts do not fit together.
     """
     folder = Path(folder)
-    missing = [name for name in FILES if not (folder / name).is_file()]
-    if missing:
-        raise FileNotFoundError(f"{folder} is no checkpoint folder: it lacks {', '.join(missing)}")
-    config = _read_config(folder / "config.json")
+    stored = read_folder_config(folder)
     try:
         state = load_file(folder / "model.safetensors")
     except SafetensorError as error:
         raise ValueError(f"{folder / 'model.safetensors'} is damaged: {error}") from error
     source = folder / "model.safetensors"
     try:
-        model_config = WAMConfig.from_dict(config["model"])
-        processor_config = ProcessorConfig(**config["processor"])
-        text_encoder = build_text_encoder(**config["text_encoder"])
+        model_config = WAMConfig.from_dict(stored["model"])
+        processor_config = ProcessorConfig(**stored["processor"])
+        text_encoder = build_text_encoder(**stored["text_encoder"])
     except (TypeError, ValueError) as error:
         raise ValueError(f"{folder / 'config.json'}: {error}") from error
-    model = wam_from_state(model_config, state, source, device=device, dtype=dtype)
-    vae = load_vae(config["vae"]["kind"], folder / "vae.safetensors", device=device, dtype=dtype)
+    model = wam_from_state(config or model_config, state, source, device=device, dtype=dtype)
+    vae = load_vae(stored["vae"]["kind"], folder / "vae.safetensors", device=device, dtype=dtype)
     model.vae = vae
     statistics = DatasetStatistics.load(
         folder / "dataset_stats.json", processor_config.statistics_key
@@ -157,7 +154,7 @@ def load_pretrained(
         vae=vae,
         text_encoder=text_encoder,
         processor=Processor.build(processor_config, statistics),
-        training=config["training"],
+        training=stored["training"],
     )
 
 
@@ -212,19 +209,3 @@ def _flat(rows: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]
             yield from _flat(value, f"{prefix}{key}.")
         else:
             yield f"{prefix}{key}", value
-
-
-def _read_config(path: Path) -> dict[str, Any]:
-    try:
-        config = json.loads(path.read_text(encoding="utf-8"))
-    except (UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise ValueError(f"{path} is not a JSON file: {error}") from error
-    version = config.get("format_version") if isinstance(config, dict) else None
-    if version != FORMAT_VERSION:
-        raise ValueError(
-            f"{path} has format_version {version!r}, this version reads {FORMAT_VERSION}"
-        )
-    missing = {"model", "processor", "text_encoder", "vae", "training"} - config.keys()
-    if missing:
-        raise ValueError(f"{path} lacks {', '.join(sorted(missing))}")
-    return config

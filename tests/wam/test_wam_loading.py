@@ -11,8 +11,9 @@ import torch
 from example_statistics import statistics
 
 from rlinf_wamrl.normalisation import DatasetStatistics
+from rlinf_wamrl.wam.checkpoint_files import KNOWN_RELEASES
 from rlinf_wamrl.wam.config import fastwam_5b
-from rlinf_wamrl.wam.loading import KNOWN_RELEASES, from_fastwam, save_fastwam
+from rlinf_wamrl.wam.loading import from_fastwam, save_fastwam
 
 
 def official_payload(**changes):
