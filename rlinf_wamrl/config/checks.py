@@ -237,26 +237,6 @@ def _check_batch(run: DictConfig) -> None:
 def _check_model(run: DictConfig) -> None:
     if run.runner.use_training_pipeline and run.runner.only_eval:
         raise ConfigError("runner.use_training_pipeline needs training; drop runner.only_eval")
-
-
-def check_lengths(run: DictConfig) -> None:
-    """Check what depends on the rollout lengths: micro-batches of pipeline mode.
-
-    Pipeline mode cuts each source's rows into micro-batches for its actors.
-    """
-    if not run.runner.use_training_pipeline:
-        return
-    sources = world_size(run, "env") * run.rollout.pipeline_stage_num
-    ranks, micro = world_size(run, "actor"), run.actor.micro_batch_size
-    chunks = run.env.train.max_steps_per_rollout_epoch // run.actor.model.num_action_chunks
-    rows = run.env.train.total_num_envs // max(sources, ranks) * chunks
-    if rows % micro:
-        fitting = [size for size in range(1, rows + 1) if rows % size == 0 and size <= 2 * micro]
-        raise ConfigError(
-            f"runner.use_training_pipeline: the {rows} macro-steps an env source sends to an actor "
-            f"per round must be a multiple of actor.micro_batch_size = {micro}; "
-            f"use for example {fitting[-1]}"
-        )
     model = run.actor.model
     checkpoint = resolve_checkpoint(model)
     config = checkpoint.config
@@ -282,6 +262,26 @@ def check_lengths(run: DictConfig) -> None:
             )
     for message in checkpoint.warnings:
         warnings.warn(message, stacklevel=2)
+
+
+def check_lengths(run: DictConfig) -> None:
+    """Check what depends on the rollout lengths: micro-batches of pipeline mode.
+
+    Pipeline mode cuts each source's rows into micro-batches for its actors.
+    """
+    if not run.runner.use_training_pipeline:
+        return
+    sources = world_size(run, "env") * run.rollout.pipeline_stage_num
+    ranks, micro = world_size(run, "actor"), run.actor.micro_batch_size
+    chunks = run.env.train.max_steps_per_rollout_epoch // run.actor.model.num_action_chunks
+    rows = run.env.train.total_num_envs // max(sources, ranks) * chunks
+    if rows % micro:
+        fitting = [size for size in range(1, rows + 1) if rows % size == 0 and size <= 2 * micro]
+        raise ConfigError(
+            f"runner.use_training_pipeline: the {rows} macro-steps an env source sends to an actor "
+            f"per round must be a multiple of actor.micro_batch_size = {micro}; "
+            f"use for example {fitting[-1]}"
+        )
 
 
 def _check_files(run: DictConfig) -> None:
