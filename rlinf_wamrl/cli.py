@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+import warnings
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -63,9 +64,12 @@ def _run(options: argparse.Namespace) -> int:
     from rlinf_wamrl.config.errors import ConfigError
 
     try:
-        cfg = compose_run(options.config, options.overrides)
+        with warnings.catch_warnings(record=True) as doubts:
+            cfg = compose_run(options.config, options.overrides)
     except ConfigError as error:
         return _fail(str(error))
+    for doubt in doubts:
+        console.line(f"warning: {doubt.message}")
     from rlinf_wamrl.runtime.failures import EXPECTED_ERRORS
     from rlinf_wamrl.runtime.launch import run_training
 
