@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from rlinf_wamrl.envs.demo import SUITE_NAME
 from rlinf_wamrl.envs.settings import EnvSettings
 from rlinf_wamrl.envs.suites import Suite, load_init_states, load_suite
 
@@ -30,7 +31,9 @@ class EnvConfig:
     max_texture_size: int | None = None  # pixels; 512 saves most of the real suites' memory
     assets_dir: str | None = None  # LIBERO's files; null: LIBERO_ASSETS, then installed packages
     num_processes: int | None = None  # null: one per core
-    max_built_tasks: int = 4  # built environments a process keeps, for changing tasks cheaply
+    # Built environments a process keeps beyond those that run, so that changing tasks costs
+    # nothing; null: 8 of the demo's (35 MB each), 2 of the real suites' (300 to 600 MB each).
+    max_built_tasks: int | None = None
     restart_dead_processes: bool = True
     watchdog_seconds: float = 300.0  # a process that takes longer for a chunk hangs
     auto_reset: bool = False
@@ -62,7 +65,7 @@ class EnvConfig:
         return config
 
     def _check(self) -> None:
-        for name in ("total_num_envs", "group_size", "max_built_tasks", "rollout_epoch"):
+        for name in ("total_num_envs", "group_size", "rollout_epoch"):
             _require(name, getattr(self, name), getattr(self, name) >= 1, "give at least 1")
         _require(
             "total_num_envs",
@@ -70,7 +73,7 @@ class EnvConfig:
             self.total_num_envs % self.group_size == 0,
             f"it must be a multiple of group_size={self.group_size}",
         )
-        for name in ("max_episode_steps", "num_processes"):
+        for name in ("max_episode_steps", "num_processes", "max_built_tasks"):
             value = getattr(self, name)
             _require(name, value, value is None or value >= 1, "give at least 1, or null")
         _require("auto_reset", True, not self.auto_reset, "only false is supported")
@@ -108,6 +111,10 @@ class EnvConfig:
         """Number of sub-processes for the environments of one worker."""
         cores = len(os.sched_getaffinity(0))
         return min(self.num_processes or cores, num_envs)
+
+    def built_tasks(self) -> int:
+        """Bound on the built environments of a process."""
+        return self.max_built_tasks or (8 if self.task_suite_name == SUITE_NAME else 2)
 
     def load_suite(self) -> tuple[Suite, list[int], tuple[int, int]]:
         """Suite, task ids and initial-state range, checked against the stored states.

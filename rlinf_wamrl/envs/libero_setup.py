@@ -51,7 +51,8 @@ def bootstrap_libero(*, with_benchmark: bool = False) -> None:
         ModuleNotFoundError: LIBERO is not installed.
     """
     choose_renderer()
-    _write_libero_config()
+    _write_libero_config(_private_folder())
+    _choose_numba_cache(_private_folder())
     with _quiet_third_party(), _hidden_gpus():
         importlib.import_module("libero.libero.envs")
     from rlinf_wamrl.envs.demo import domain
@@ -82,12 +83,24 @@ def point_libero_at(root: Path) -> None:
         module.absolute_path = root
 
 
-def _write_libero_config() -> None:
+def _private_folder() -> Path:
+    """Folder of this user and this installation of LIBERO."""
+    tag = hashlib.sha256(str(libero_package_root()).encode()).hexdigest()[:12]
+    return Path(tempfile.gettempdir()) / f"rlinf_wamrl_libero_{os.getuid()}_{tag}"
+
+
+def _choose_numba_cache(folder: Path) -> None:
+    # Numba compiles robosuite's controller once and keeps it beside the source, if it can write
+    # there. If not, and without a home folder, it would refuse to import.
+    spec = importlib.util.find_spec("robosuite")
+    if spec is not None and not os.access(Path(spec.origin).parent / "utils", os.W_OK):
+        os.environ.setdefault("NUMBA_CACHE_DIR", str(folder / "numba"))
+
+
+def _write_libero_config(folder: Path) -> None:
     if "libero.libero" in sys.modules:
         return
     root = libero_package_root()
-    tag = hashlib.sha256(str(root).encode()).hexdigest()[:12]
-    folder = Path(tempfile.gettempdir()) / f"rlinf_wamrl_libero_{os.getuid()}_{tag}"
     # A configuration left by another installation would point elsewhere, so it is not reused.
     os.environ["LIBERO_CONFIG_PATH"] = str(folder)
     config = folder / "config.yaml"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from importlib import metadata
 from typing import Any
 
 import numpy as np
@@ -80,7 +81,7 @@ class WAMLiberoEnv:
                 num_envs=num_envs,
                 num_processes=self.config.processes(num_envs),
                 frame_offsets=self.config.frame_offsets(),
-                max_built_tasks=self.config.max_built_tasks,
+                max_built_tasks=self.config.built_tasks(),
                 timeout_seconds=self.config.watchdog_seconds,
                 restarts=3 if self.config.restart_dead_processes else 0,
             ),
@@ -157,7 +158,7 @@ class WAMLiberoEnv:
         arrays = self.vector.arrays
         for name in ("frames", "frame_mask", "executed"):
             arrays[name][:] = 0
-        return self._observation(chunk_length=0), {}
+        return self._observation(chunk_length=0), {"environment": self.description()}
 
     def chunk_step(self, chunk_actions):
         """Execute a chunk of actions in every environment that still runs.
@@ -204,6 +205,23 @@ class WAMLiberoEnv:
             torch.from_numpy(truncations),
             [{"episode": self._episode_info()}],
         )
+
+    def description(self) -> dict[str, Any]:
+        """What results depend on and are only comparable under; logged with them."""
+        config = self.config
+        tasks = [self._suite.tasks[task_id] for task_id in self.task_ids]
+        return {
+            "task_suite_name": config.task_suite_name,
+            "task_ids": self.task_ids,
+            "init_state_range": list(self._states),
+            "image_size": config.image_size,
+            "render_quality": config.render_quality,
+            "max_texture_size": config.max_texture_size,
+            "num_settle_steps": config.num_settle_steps or tasks[0].settle_steps,
+            "max_episode_steps": [config.max_episode_steps or task.max_steps for task in tasks],
+            "mujoco": metadata.version("mujoco"),
+            "robosuite": metadata.version("robosuite"),
+        }
 
     def offload(self) -> None:
         """Stop the sub-processes to free their memory; the next reset starts them again."""

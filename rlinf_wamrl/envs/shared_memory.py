@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import mmap
 import os
+import weakref
 from dataclasses import dataclass
 
 import numpy as np
@@ -46,6 +47,7 @@ class SharedArrays:
         if descriptor is None:
             descriptor = os.memfd_create("rlinf_wamrl_envs", os.MFD_CLOEXEC)
             os.ftruncate(descriptor, size)
+            self._finalizer = weakref.finalize(self, os.close, descriptor)
         self.descriptor = descriptor
         self._memory = mmap.mmap(descriptor, size)
         self._arrays = {
@@ -57,9 +59,3 @@ class SharedArrays:
 
     def __getitem__(self, name: str) -> np.ndarray:
         return self._arrays[name]
-
-    def close(self) -> None:
-        """Close the descriptor; the mapping itself lives as long as its arrays."""
-        if self.descriptor >= 0:
-            os.close(self.descriptor)
-            self.descriptor = -1

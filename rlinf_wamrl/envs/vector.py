@@ -48,7 +48,7 @@ class VectorSettings:
     num_envs: int
     num_processes: int
     frame_offsets: tuple[int, ...]  # steps into a chunk whose pictures are kept
-    max_built_tasks: int  # built environments per process, about 20 MB (demo) to 500 MB each
+    max_built_tasks: int  # built environments a process keeps beyond those it needs
     timeout_seconds: float = 300.0  # for one reset or chunk of one process
     restarts: int = 3  # replacements of a dead or hanging process before giving up; 0: none
 
@@ -102,18 +102,19 @@ class VectorEnv:
         return slot * self.settings.num_processes // self.settings.num_envs
 
     def reset(self, episodes: dict[int, EpisodeSpec]) -> None:
-        """Start an episode in each named slot and write its first observation to ``arrays``.
+        """End all episodes, start one in each named slot, write first observations to ``arrays``.
 
         Raises:
             EnvironmentProcessError: A process failed.
         """
-        self._episodes.update(episodes)
-        self._history.update({slot: [] for slot in episodes})
-        commands = {
-            process: ResetCommand(episodes={s: episodes[s] for s in slots}, history={})
-            for process, slots in self._by_process(episodes).items()
-        }
-        self._execute(commands)
+        self._episodes = dict(episodes)
+        self._history = {slot: [] for slot in episodes}
+        self._execute(
+            {
+                process: ResetCommand(episodes={slot: episodes[slot] for slot in slots})
+                for process, slots in self._by_process(episodes).items()
+            }
+        )
 
     def step(self, actions: np.ndarray, slots: list[int]) -> None:
         """Execute a chunk in each named slot, until its task is solved or its limit is reached.
@@ -187,24 +188,26 @@ class VectorEnv:
 
     def _replace(self, index: int, command, error: _ProcessLostError) -> None:
         """Start a new process, bring its episodes to where they were, and repeat the command."""
-        if self._restarts_left == 0:
-            raise error
-        self._restarts_left -= 1
-        logger.warning("%s\nIt is replaced, and its episodes are run again.", error)
-        self._processes[index].stop()
-        self._processes[index] = None
-        fresh = command.episodes if isinstance(command, ResetCommand) else {}
-        again = [s for s in self._episodes if self.process_of(s) == index and s not in fresh]
-        if again:
-            history = {slot: [np.empty((0, 7)), *self._history[slot]] for slot in again}
-            self._running(index).send(
-                ResetCommand(
-                    episodes={slot: self._episodes[slot] for slot in again},
-                    history={slot: np.concatenate(parts) for slot, parts in history.items()},
-                )
-            )
-            self._processes[index].wait(self.settings.timeout_seconds)
-        self._running(index).send(command)
+        running = [slot for slot in self._episodes if self.process_of(slot) == index]
+        history = {
+            slot: np.concatenate([np.empty((0, 7)), *self._history[slot]]) for slot in running
+        }
+        while True:
+            if self._restarts_left == 0:
+                raise error
+            self._restarts_left -= 1
+            logger.warning("%s\nIt is replaced, and its episodes are run again.", error)
+            _stop([self._processes[index]])
+            self._processes[index] = None
+            try:
+                if isinstance(command, StepCommand):
+                    episodes = {slot: self._episodes[slot] for slot in running}
+                    self._running(index).send(ResetCommand(episodes=episodes, history=history))
+                    self._processes[index].wait(self.settings.timeout_seconds)
+                self._running(index).send(command)
+                return
+            except _ProcessLostError as again:
+                error = again
 
 
 class _Process:
@@ -213,7 +216,7 @@ class _Process:
     def __init__(self, setup: WorkerSetup, arrays: SharedArrays, index: int) -> None:
         choose_renderer()  # a missing library is told by the parent, in words
         self.index = index
-        self.errors = tempfile.TemporaryFile()  # noqa: SIM115, closed by stop()
+        self.errors = tempfile.TemporaryFile()  # noqa: SIM115, closed by _stop
         ours, theirs = socket.socketpair()
         command = [sys.executable, "-c", _CHILD_PROGRAM]
         command += [str(theirs.fileno()), str(arrays.descriptor), str(os.getpid())]
@@ -262,30 +265,32 @@ class _Process:
             how = (
                 f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with {code}"
             )
-            raise _ProcessLostError(f"{name} {how}.\n{self._error_output()}") from None
+            # Only what comes from outside may go better a second time.
+            kind = _ProcessLostError if code < 0 else EnvironmentProcessError
+            raise kind(f"{name} {how}.\n{self._error_output()}") from None
         if answer is not None:
             raise EnvironmentProcessError(f"{name} failed:\n{answer}")
 
-    def stop(self) -> None:
-        self.pipe.close()
-        try:
-            self.popen.wait(timeout=0.5)
-        except subprocess.TimeoutExpired:
-            self.popen.kill()
-            self.popen.wait()
-        self.errors.close()
-
     def _error_output(self) -> str:
-        self.errors.seek(0)
-        lines = self.errors.read().decode(errors="replace").splitlines()
-        return "\n".join(lines[-40:])
+        # The child shares the file's position, so it is read without moving it.
+        content = os.pread(self.errors.fileno(), os.fstat(self.errors.fileno()).st_size, 0)
+        return "\n".join(content.decode(errors="replace").splitlines()[-40:])
 
 
 def _stop(processes: list[_Process | None]) -> None:
-    for index, process in enumerate(processes):
-        if process is not None:
-            process.stop()
-            processes[index] = None
+    """Ask all to end by closing their pipes, and kill those that are in the middle of something."""
+    running = [process for process in processes if process is not None]
+    processes[:] = [None] * len(processes)
+    for process in running:
+        process.pipe.close()
+    deadline = time.monotonic() + 0.5
+    for process in running:
+        try:
+            process.popen.wait(timeout=max(0.0, deadline - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            process.popen.kill()
+            process.popen.wait()
+        process.errors.close()
 
 
 _SPAWNER: concurrent.futures.ThreadPoolExecutor | None = None
@@ -304,5 +309,6 @@ def _child_environment() -> dict[str, str]:
     for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMBA_NUM_THREADS"):
         environment[name] = "1"
     environment["LP_NUM_THREADS"] = "0"
+    environment["PYTHONSAFEPATH"] = "1"  # no module from the folder the run was started in
     environment["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
     return environment

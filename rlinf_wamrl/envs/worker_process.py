@@ -14,7 +14,7 @@ import signal
 import sys
 import traceback
 from collections import OrderedDict
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING
 
@@ -56,10 +56,14 @@ class WorkerSetup:
 
 @dataclass(frozen=True, kw_only=True)
 class ResetCommand:
-    """Start episodes; ``history`` holds actions that are executed at once, without pictures."""
+    """Forget all episodes and start others.
+
+    ``history`` holds actions that are executed at once, without pictures: they bring an episode
+    back to where it was when its process died.
+    """
 
     episodes: dict[int, EpisodeSpec]  # slot -> episode
-    history: dict[int, np.ndarray]  # slot -> float64 [t, 7]
+    history: dict[int, np.ndarray] = field(default_factory=dict)  # slot -> float64 [t, 7]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,6 +93,9 @@ class _Worker:
         self._loaded: dict[int, int] = {}
 
     def reset(self, command: ResetCommand) -> None:
+        self._slots.clear()
+        self._loaded.clear()
+        self._make_room({spec.task_id for spec in command.episodes.values()})
         for index, spec in command.episodes.items():
             env = self._environment(spec.task_id)
             self._park(spec.task_id)
@@ -127,18 +134,21 @@ class _Worker:
                 break
 
     def _environment(self, task_id: int) -> LiberoEnv:
-        """The built environment of a task; the longest unused one makes room for a new one."""
-        if task_id in self._built:
-            self._built.move_to_end(task_id)
-            return self._built[task_id]
-        while len(self._built) >= self._setup.max_built_tasks:
-            oldest = next(iter(self._built))
-            self._park(oldest)
-            self._built.pop(oldest).close()
-        self._built[task_id] = LiberoEnv(self._setup.tasks[task_id], self._setup.settings)
-        # Compiling the model leaves hundreds of MB of freed heap behind.
-        ctypes.CDLL(None).malloc_trim(0)
+        if task_id not in self._built:
+            self._built[task_id] = LiberoEnv(self._setup.tasks[task_id], self._setup.settings)
+            # Compiling the model leaves freed heap behind.
+            ctypes.CDLL(None).malloc_trim(0)
+        self._built.move_to_end(task_id)
         return self._built[task_id]
+
+    def _make_room(self, needed: set[int]) -> None:
+        """Drop built environments that were not used for longest, down to the bound."""
+        total = len(needed | set(self._built))
+        for task_id in [task for task in self._built if task not in needed]:
+            if total <= self._setup.max_built_tasks:
+                break
+            self._built.pop(task_id).close()
+            total -= 1
 
     def _park(self, task_id: int) -> None:
         index = self._loaded.pop(task_id, None)

@@ -77,6 +77,15 @@ def test_observation_has_what_the_workers_read(env):
     assert all(value.shape == (4,) for value in infos["episode"].values())
 
 
+def test_reset_states_what_results_depend_on(env):
+    _, infos = env.reset()
+    told = infos["environment"]
+    assert told["render_quality"] == "light"
+    assert told["num_settle_steps"] == 5
+    assert told["max_episode_steps"] == [88, 120]
+    assert told["mujoco"].count(".") == 2
+
+
 def test_members_of_a_group_share_task_and_initial_state(env):
     observation, _ = env.reset()
     pairs = [(0, 1), (2, 3)]
@@ -102,7 +111,8 @@ class ExpertGroup:
         self.lone = {}
         for slot in chosen:
             assignment = env.assignments[slot // env.group_size]
-            lone = LiberoEnv(load_suite("wamrl_demo").tasks[assignment.task_id], SETTINGS(env))
+            task = load_suite("wamrl_demo").tasks[assignment.task_id]
+            lone = LiberoEnv(task, env.config.env_settings())
             lone.reset(assignment.init_state_id)
             self.lone[slot] = (lone, Expert(lone.task.name))
 
@@ -113,10 +123,6 @@ class ExpertGroup:
                 actions[slot, step] = expert.act(lone.object_poses(), lone.end_effector())
                 lone.step(actions[slot, step])
         return actions
-
-
-def SETTINGS(env):  # noqa: N802
-    return env.config.env_settings()
 
 
 def test_success_ends_an_episode_where_it_happens(env):

@@ -15,7 +15,7 @@ from rlinf_wamrl.envs.libero import LiberoEnv
 from rlinf_wamrl.envs.settings import EnvSettings
 from rlinf_wamrl.envs.suites import load_suite
 from rlinf_wamrl.envs.vector import EnvironmentProcessError, VectorEnv, VectorSettings
-from rlinf_wamrl.envs.worker_process import EpisodeSpec
+from rlinf_wamrl.envs.worker_process import EpisodeSpec, ResetCommand, StepCommand, _Worker
 
 SETTINGS = EnvSettings(image_size=16, render_quality="light")
 TASKS = {task.task_id: task for task in load_suite("wamrl_demo").tasks}
@@ -83,17 +83,25 @@ def test_slots_give_what_a_lone_environment_gives(vector):
         env.close()
 
 
-def test_more_tasks_than_built_environments(vector):
-    """Building anew after making room gives the same episode as keeping it."""
-    vector.reset({0: episode(0, 1), 1: episode(1, 1)})
-    vector.step(chunk(3), [0, 1])
-    expected = snapshot(vector)
-    other = make_vector(num_envs=4, num_processes=1, max_built_tasks=1)
-    other.reset({0: episode(0, 1), 1: episode(1, 1)})
-    other.step(chunk(3), [0, 1])
-    for name, value in snapshot(other).items():
-        np.testing.assert_array_equal(value[:2], expected[name][:2], err_msg=name)
+def test_building_anew_gives_the_same_episode_as_keeping(vector):
+    other = make_vector(num_envs=1, num_processes=1, max_built_tasks=1)
+    for task_id in (0, 1, 0):
+        for env in (vector, other):
+            env.reset({0: episode(task_id, 1)})
+            env.step(chunk(3, n=env.settings.num_envs), [0])
+        for name, value in snapshot(other).items():
+            np.testing.assert_array_equal(value[0], snapshot(vector)[name][0], err_msg=name)
     other.close()
+
+
+def test_bound_on_built_tasks_spares_those_that_run():
+    vector = make_vector(num_envs=2, num_processes=1, max_built_tasks=1)
+    worker = _Worker(vector._setup, vector.arrays)
+    worker.reset(ResetCommand(episodes={0: episode(0, 1), 1: episode(1, 1)}))
+    worker.step(StepCommand(slots=(0, 1), length=1))
+    assert set(worker._built) == {0, 1}
+    worker.reset(ResetCommand(episodes={0: episode(1, 1)}))
+    assert set(worker._built) == {1}
 
 
 def test_limit_ends_an_episode_inside_a_chunk(vector):
@@ -120,6 +128,23 @@ def test_dead_process_is_replaced_and_its_episodes_go_on_unchanged(vector, blow)
     assert victim not in vector.process_ids()
     assert_equal_snapshots(snapshot(reference), snapshot(vector))
     reference.close()
+
+
+def test_process_that_dies_again_and_again_is_given_up(vector):
+    vector.reset({0: episode()})
+    vector._setup = dataclasses.replace(vector._setup, settings=None)  # crashes what is new
+    os.kill(vector.process_ids()[0], signal.SIGKILL)
+    with pytest.raises(EnvironmentProcessError, match="'NoneType' object has no attribute"):
+        vector.step(chunk(0), [0])
+
+
+def test_process_that_cannot_start_is_told_at_once():
+    env = make_vector(num_envs=1, num_processes=1)
+    env._setup = "no setup"
+    started = time.monotonic()
+    with pytest.raises(EnvironmentProcessError, match=r"(?s)exited with 1.*AttributeError"):
+        env.reset({0: episode()})
+    assert time.monotonic() - started < 10.0
 
 
 def test_death_without_replacement_names_the_signal():
