@@ -90,9 +90,10 @@ def resolve_checkpoint(model: Mapping[str, Any]) -> Checkpoint:
         return _folder(path, model)
     if path.is_dir() and any(path.glob(WAN22_WEIGHTS)):
         return _wan22(path, model)
+    what = "a folder without a model" if path.is_dir() else "neither a folder nor a checkpoint"
     raise ConfigError(
-        f"actor.model.model_path = {name!r} is no checkpoint: give the name of one that ships with "
-        f"the package ({', '.join(shipped_checkpoints()) or 'none'}), a folder with "
+        f"actor.model.model_path = {name!r} is {what}; give the name of one that ships with the "
+        f"package ({', '.join(shipped_checkpoints()) or 'none'}), a folder with "
         f"{', '.join(FOLDER_FILES)}, an official FastWAM file ({', '.join(KNOWN_RELEASES)}, from "
         f"huggingface.co/yuanty/fastwam), or a folder with {WAN22_WEIGHTS} of Wan2.2-TI2V-5B"
     )
