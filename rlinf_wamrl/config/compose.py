@@ -29,10 +29,12 @@ __all__ = ["SHIPPED_CONFIGS", "compose_run", "compose_typed", "shipped_config"]
 SHIPPED_CONFIGS = "pkg://rlinf_wamrl.configs"
 """Hydra search path of the configuration groups in this package."""
 
+_CONFIGS = Path(__file__).parent.parent / "configs"
+
 
 def shipped_config(name: str) -> Path:
     """Return the file of a configuration in this package, for example ``pretrain/small``."""
-    return Path(__file__).parent.parent / "configs" / f"{name}.yaml"
+    return _CONFIGS / f"{name}.yaml"
 
 
 def compose_run(path: str | Path, overrides: Sequence[str] = ()) -> DictConfig:
@@ -42,6 +44,8 @@ def compose_run(path: str | Path, overrides: Sequence[str] = ()) -> DictConfig:
         ConfigError: see :func:`compose_typed`; or a value is impossible.
     """
     run = compose_typed(path, overrides, RunConfig)
+    if not run.cluster.component_placement:  # as a default, it would be merged with what is given
+        run.cluster.component_placement = {"env,rollout,actor": 0}
     check_values(run)
     derive_from_tasks(run)
     check_lengths(run)
@@ -124,11 +128,17 @@ def _check_keys(node: DictConfig, schema: DictConfig, prefix: str) -> None:
 
 
 def _adding(overrides: Sequence[str]) -> list[str]:
-    """Let overrides add keys a file leaves out; the schema judges the result."""
-    plain = re.compile(r"[\w.]+=")
+    """Let overrides add keys a file leaves out; the schema judges the result.
+
+    ``model=small`` chooses from a group, as everywhere in Hydra.
+    """
+    groups = [entry.name for entry in _CONFIGS.iterdir() if entry.is_dir()]
+    plain = re.compile(rf"(?!({'|'.join(groups)})=)[\w.]+=")
     return [f"++{override}" if plain.match(override) else override for override in overrides]
 
 
 def _first_lines(error: Exception) -> str:
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return " ".join(line for line in lines[:3] if not line.startswith("full_key"))
+    text, _, _ = str(error).partition("Config search path")
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    shown = lines if "Available options" in text else lines[:3]
+    return " ".join(line for line in shown if not line.startswith("full_key"))
