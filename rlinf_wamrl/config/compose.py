@@ -16,7 +16,7 @@ from hydra import compose, initialize_config_dir
 from hydra.core.global_hydra import GlobalHydra
 from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import OmegaConfBaseException
+from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
 from rlinf_wamrl.config.checkpoints import PATH_KEYS, shipped_checkpoints
 from rlinf_wamrl.config.checks import check_lengths, check_values
@@ -105,10 +105,10 @@ def _fit_schema(composed: DictConfig, schema_type: type) -> DictConfig:
     _check_keys(composed, schema, "")
     try:
         merged = OmegaConf.merge(schema, composed)
-        unset = sorted(OmegaConf.missing_keys(merged))
-        if unset:
-            raise ConfigError(f"{', '.join(unset)} must be set")
+        OmegaConf.to_container(merged, throw_on_missing=True)  # before what refers to such a value
         values = OmegaConf.to_container(merged, resolve=True)
+    except MissingMandatoryValue as error:
+        raise ConfigError(f"{error.full_key} must be set") from error
     except OmegaConfBaseException as error:
         raise ConfigError(f"{error.full_key}: {_first_lines(error)}") from error
     return OmegaConf.create(values)
