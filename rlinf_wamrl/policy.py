@@ -53,6 +53,7 @@ class SamplingSettings:
     ignore_last: bool | None = None  # leave out step K-1; None = when K > 1
     variant: str = "sde"  # or "cps"
     shift: float | None = None  # overrides the checkpoint's sigma shifts
+    initial_noise: str = "episode"  # or "group": its members start training chunks alike
     seed: int = 0  # root of all random streams
 
 
@@ -207,7 +208,10 @@ class WAMPolicy(nn.Module, BasePolicy):
             streams = [random_stream(settings.seed, mode, "video", *key) for key in keys]
             state = replace(state, video=self.imagine(state, streams))
         cache = self.wam.prefill(state)
-        noise = self._noise([random_stream(settings.seed, mode, *key) for key in keys])
+        noise = self._noise(
+            [random_stream(settings.seed, mode, *key) for key in keys],
+            self._group_streams(env_obs) if mode == "train" else None,
+        )
         if mode == "eval":
             grid = self._grid(settings.eval_denoising_steps)
             final = flow_sde.sample_ode(self.wam, cache, grid, noise.initial)
@@ -307,7 +311,22 @@ class WAMPolicy(nn.Module, BasePolicy):
         steps = torch.as_tensor(env_obs["elapsed_steps"]).tolist()
         return list(zip(episodes, steps, strict=True))
 
-    def _noise(self, streams: Sequence[torch.Generator]) -> flow_sde.ChainNoise:
+    def _group_streams(self, env_obs: Mapping[str, Any]) -> list[torch.Generator] | None:
+        """Return the streams of the initial noise when the members of a group share it."""
+        if self.settings.initial_noise == "episode":
+            return None
+        groups = torch.as_tensor(env_obs["group_id"]).tolist()
+        steps = torch.as_tensor(env_obs["elapsed_steps"]).tolist()
+        return [
+            random_stream(self.settings.seed, "group", group, step)
+            for group, step in zip(groups, steps, strict=True)
+        ]
+
+    def _noise(
+        self,
+        streams: Sequence[torch.Generator],
+        initial_streams: Sequence[torch.Generator] | None,
+    ) -> flow_sde.ChainNoise:
         settings = self.settings
         noise = flow_sde.draw_chain_noise(
             streams,
@@ -317,6 +336,7 @@ class WAMPolicy(nn.Module, BasePolicy):
             num_steps=settings.denoising_steps,
             stochastic_steps=settings.stochastic_steps,
             ignore_last=settings.ignore_last,
+            initial_generators=initial_streams,
         )
         return flow_sde.ChainNoise(
             initial=noise.initial.to(self.device),

@@ -79,6 +79,7 @@ def sampling_settings(cfg: Any) -> SamplingSettings:
         ignore_last=sampling.ignore_last,
         variant=sampling.variant,
         shift=sampling.shift,
+        initial_noise=sampling.initial_noise,
         seed=sampling.seed,
     )
 

@@ -51,6 +51,7 @@ _POSITIVE = [
 _CHOICES = {
     "RL.stochastic_steps": ("one_random", "window", "all"),
     "RL.sde": ("sde", "cps"),
+    "RL.initial_noise": ("episode", "group"),
     "RL.logprob_reduction": ("sum", "mean"),
     "RL.degenerate": ("drop", "rec_only", "keep"),
     "actor.model.precision": ("fp32", "bf16"),

@@ -98,6 +98,9 @@ class RLConfig:
     """Step indices of ``stochastic_steps: window``."""
     ignore_last: bool | None = None
     """Keep step K-1 deterministic, whose noise stays on the executed action. Null = when K > 1."""
+    initial_noise: str = "episode"
+    """episode: every chunk starts from noise of its own; group: the members of a group share it,
+    so that their outcomes differ by the scored steps alone."""
     sde: str = "sde"
     """The stochastic step: sde (keeps the ODE's marginals) or cps (keeps the noise level)."""
     logprob_reduction: str = "sum"
@@ -298,6 +301,8 @@ class SamplingConfig:
     """Keep the last step deterministic."""
     variant: str = II("RL.sde")
     """sde or cps."""
+    initial_noise: str = II("RL.initial_noise")
+    """episode or group."""
     shift: float | None = II("RL.sigma_shift")
     """Sigma shift; null takes the checkpoint's."""
     seed: int = II("actor.seed")

@@ -64,6 +64,16 @@ class TrainConfig:
 
 
 @dataclass
+class EvaluationConfig:
+    """How the trained model is measured: the deterministic policy on held-out states."""
+
+    num_action_chunks: int = 8
+    """Actions executed before replanning."""
+    denoising_steps: int = 5
+    """K."""
+
+
+@dataclass
 class PretrainConfig:
     """Recording and training of one small model."""
 
@@ -83,3 +93,5 @@ class PretrainConfig:
     """Fields of :class:`rlinf_wamrl.wam.config.WAMConfig`."""
     train: TrainConfig = field(default_factory=TrainConfig)
     """Optimisation."""
+    evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
+    """Measuring."""

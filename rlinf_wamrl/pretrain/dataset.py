@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -147,10 +147,15 @@ def statistics_of(episodes: Sequence[Episode]) -> DatasetStatistics:
 
 
 def episode_videos(
-    episodes: Sequence[Episode], processor: Processor, *, horizon: int, num_frames: int
-):
-    """Yield the clips [T,3,F,H,W] in [-1,1] of each episode, for fitting the autoencoder."""
+    episodes: Sequence[Episode],
+    processor: Processor,
+    *,
+    horizon: int,
+    num_frames: int,
+    stride: int = 1,
+) -> Iterator[Tensor]:
+    """Yield every ``stride``-th clip of each episode, [n,3,F,H,W] in [-1,1]."""
     for episode in episodes:
         video = pixels_to_unit(processor.images(episode.main, episode.wrist))
         frames, *_ = window_indices(len(episode.actions), horizon, num_frames)
-        yield video[frames].transpose(1, 2)
+        yield video[frames[::stride]].transpose(1, 2)

@@ -6,21 +6,31 @@ import copy
 import math
 import time
 from collections.abc import Callable
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from omegaconf import DictConfig, OmegaConf
 
+from rlinf_wamrl.policy import SamplingSettings
 from rlinf_wamrl.pretrain.dataset import Windows, episode_videos, load_successes, statistics_of
+from rlinf_wamrl.pretrain.evaluate import evaluate_pretrained
 from rlinf_wamrl.processing import Processor, ProcessorConfig
 from rlinf_wamrl.wam.config import WAMConfig
 from rlinf_wamrl.wam.pretrained import PretrainedWAM, save_pretrained
 from rlinf_wamrl.wam.text import HashedWordEncoder
+from rlinf_wamrl.wam.vae import reconstruction_psnr
 from rlinf_wamrl.wam.vae_patch import PatchVAE, PatchVAEConfig
 from rlinf_wamrl.wam.wam import WAM
 
 __all__ = ["pretrain", "train_wam"]
+
+HOLD_OUT = 10
+"""Every tenth episode measures the autoencoder instead of fitting it."""
+
+FIT_STRIDE = 4
+"""The autoencoder is fitted to every fourth window: neighbours look alike."""
 
 
 def pretrain(cfg: DictConfig, report: Callable[[str], None] = print) -> PretrainedWAM:
@@ -48,31 +58,54 @@ def pretrain(cfg: DictConfig, report: Callable[[str], None] = print) -> Pretrain
         latent_channels=cfg.latent_channels,
         scale=cfg.latent_scale,
     )
-    vae = PatchVAE.fit(episode_videos(episodes, processor, **window), vae_config)
+    held_out = episodes[::HOLD_OUT]
+    fitted = [episode for index, episode in enumerate(episodes) if index % HOLD_OUT] or episodes
+    vae = PatchVAE.fit(episode_videos(fitted, processor, stride=FIT_STRIDE, **window), vae_config)
     text_dim = cfg.model.video_dit_config.text_dim
     text_encoder = HashedWordEncoder(dim=text_dim, length=cfg.text_length)
     windows = Windows.build(episodes, processor, vae, text_encoder, **window)
-    report(f"{len(episodes)} successful episodes, {len(windows)} windows")
+    quality = reconstruction_psnr(
+        vae, episode_videos(held_out, processor, stride=FIT_STRIDE, **window)
+    )
+    report(f"{len(episodes)} successful episodes, {len(windows)} windows; {quality}")
     model_config = OmegaConf.to_container(cfg.model, resolve=True)
     model_config["video_dit_config"]["in_dim"] = cfg.latent_channels
     model_config["video_dit_config"]["out_dim"] = cfg.latent_channels
     torch.manual_seed(cfg.train.seed)
     model = WAM(WAMConfig.from_dict(model_config), vae)
     averaged = train_wam(model, windows, cfg.train, report)
+    recipe = OmegaConf.to_container(cfg, resolve=True)
+    for folder in ("demos_dir", "output_dir"):
+        recipe.pop(folder)
     pretrained = PretrainedWAM(
-        model=averaged,
-        vae=vae,
-        text_encoder=text_encoder,
-        processor=processor,
+        model=averaged, vae=vae, text_encoder=text_encoder, processor=processor
+    )
+    solved = evaluate_pretrained(pretrained, cfg.demos, _evaluation_settings(cfg), report=report)
+    pretrained = replace(
+        pretrained,
         training={
-            "recipe": OmegaConf.to_container(cfg, resolve=True),
-            "episodes": len(episodes),
-            "windows": len(windows),
+            "held_out_success": {
+                f"task_{task}": f"{successes}/{episodes}"
+                for task, (successes, episodes) in solved.items()
+            },
+            "autoencoder": asdict(quality),
+            "recipe": recipe,
         },
     )
     save_pretrained(pretrained, Path(cfg.output_dir), overwrite=True)
     report(f"checkpoint {cfg.output_dir}")
     return pretrained
+
+
+def _evaluation_settings(cfg: DictConfig) -> SamplingSettings:
+    return SamplingSettings(
+        num_executed=cfg.evaluation.num_action_chunks,
+        denoising_steps=cfg.evaluation.denoising_steps,
+        eval_denoising_steps=cfg.evaluation.denoising_steps,
+        imagination_steps=cfg.evaluation.denoising_steps,
+        noise_level=0.5,
+        seed=cfg.train.seed,
+    )
 
 
 def train_wam(model: WAM, windows: Windows, train: Any, report: Callable[[str], None]) -> WAM:

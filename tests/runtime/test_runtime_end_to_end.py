@@ -1,0 +1,213 @@
+"""The main job as a user runs it: real RLinf on Ray, real LIBERO, the shipped model.
+
+One short run is shared by the tests of this file; variants with more ranks are slow.
+"""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+ROOT = Path(__file__).parents[2]
+EXAMPLE = ROOT / "examples" / "libero_wamrl.yaml"
+
+SHORT = [
+    "runner.max_steps=2",
+    "runner.eval_before_training=false",
+    "runner.val_check_interval=2",
+    "runner.save_interval=1",
+    "RL.group_size=4",
+    "env.train.total_num_envs=8",
+    "env.train.rollout_epoch=1",
+    "env.eval.total_num_envs=4",
+    "env.eval.rollout_epoch=1",
+    "env.eval.init_state_range=[80,84]",
+    "actor.global_batch_size=32",
+    "actor.micro_batch_size=16",
+    "actor.num_threads=1",
+    "rollout.num_threads=1",
+]
+
+
+def command(folder, *overrides):
+    return [
+        *(sys.executable, "-m", "rlinf_wamrl", "run", str(EXAMPLE)),
+        *SHORT,
+        f"runner.logger.log_path={folder}",
+        "runner.logger.experiment_name=run",
+        *overrides,
+    ]
+
+
+def run(folder, *overrides, timeout=420):
+    done = subprocess.run(
+        command(folder, *overrides), capture_output=True, text=True, timeout=timeout, check=False
+    )
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    return done.stdout
+
+
+def iterations(folder):
+    return [json.loads(line) for line in (folder / "run/iterations.jsonl").read_text().splitlines()]
+
+
+def weights(folder, step):
+    path = folder / f"run/checkpoints/global_step_{step}/actor/learner.pt"
+    return torch.load(path, weights_only=True)["model"]
+
+
+@pytest.fixture(scope="module")
+def short_run(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("short")
+    return folder, run(folder)
+
+
+def test_the_first_ratio_is_exactly_one_and_nothing_drifts(short_run):
+    folder, output = short_run
+    first, second = iterations(folder)
+    assert first["train/actor/first_ratio"] == second["train/actor/first_ratio"] == 1.0
+    assert first["train/actor/logprob_drift_max"] == 0.0
+    assert "first ratio 1.000000" in output
+
+
+def test_ppo_changes_the_weights_and_the_rollout_worker_follows(short_run):
+    """Drift 0 in iteration 2 means its actions came from the weights the learner had by then."""
+    folder, _ = short_run
+    one, two = weights(folder, 1), weights(folder, 2)
+    assert one.keys() == two.keys()
+    assert any(not torch.equal(one[name], two[name]) for name in one)
+    assert iterations(folder)[1]["train/actor/logprob_drift_max"] == 0.0
+
+
+def test_only_the_action_expert_and_the_proprio_encoder_are_trained_and_saved(short_run):
+    folder, _ = short_run
+    names = weights(folder, 1).keys()
+    assert names and all("mixtures.action." in name or "proprio_encoder." in name for name in names)
+
+
+def test_episodes_are_counted_and_evaluated(short_run):
+    folder, output = short_run
+    assert [row["rollout/episodes"] for row in iterations(folder)] == [8.0, 8.0]
+    evaluation = json.loads((folder / "run/evaluations.jsonl").read_text())
+    assert evaluation["episodes"] == 4 and evaluation["iteration"] == 2
+    assert re.search(r"evaluation after iteration 2: task 0 \d/4", output)
+
+
+def test_the_run_folder_holds_what_the_last_line_promises(short_run):
+    folder, output = short_run
+    assert output.splitlines()[-1].endswith(str(folder / "run"))
+    assert (folder / "run/config.yaml").is_file()
+    assert list((folder / "run/tensorboard").rglob("events.*"))
+    assert not list((folder / "run/checkpoints").glob(".*"))
+
+
+def test_a_resumed_run_continues_where_the_other_stopped(short_run, tmp_path):
+    folder, _ = short_run
+    checkpoint = folder / "run/checkpoints/global_step_1"
+    run(tmp_path, f"runner.resume_dir={checkpoint}", "runner.val_check_interval=-1")
+    (again,) = iterations(tmp_path)
+    unbroken = iterations(folder)[1]
+    for name in ("iteration", "rollout/successes", "env/episode_len", "train/actor/policy_loss"):
+        assert again[name] == unbroken[name], name
+    resumed, whole = weights(tmp_path, 2), weights(folder, 2)
+    assert all(torch.equal(resumed[name], whole[name]) for name in whole)
+
+
+def orphans(folder):
+    listed = subprocess.run(
+        ["pgrep", "-f", str(folder)], capture_output=True, text=True, check=False
+    )
+    return listed.stdout.split()
+
+
+@pytest.mark.parametrize("moment", ["starting workers", "rollouts"])
+def test_interrupting_ends_everything_with_status_130(tmp_path, moment):
+    process = subprocess.Popen(
+        command(tmp_path), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
+    for line in process.stdout:
+        if moment in line:
+            break
+    time.sleep(1.0)
+    process.send_signal(signal.SIGINT)
+    rest = process.stdout.read()
+    assert process.wait(timeout=60) == 130, rest
+    assert "Traceback" not in rest
+    assert not orphans(tmp_path)
+
+
+def test_a_killed_worker_is_named_and_the_run_ends_with_status_1(tmp_path):
+    process = subprocess.Popen(
+        command(tmp_path), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
+    for line in process.stdout:
+        if "rollouts" in line:
+            break
+    children = subprocess.run(
+        ["pgrep", "-f", "ray::WAMRolloutWorker"], capture_output=True, text=True, check=False
+    )
+    mine = [pid for pid in map(int, children.stdout.split()) if is_descendant(pid, process.pid)]
+    assert mine
+    os.kill(mine[0], signal.SIGKILL)
+    rest = process.stdout.read()
+    assert process.wait(timeout=120) == 1, rest
+    assert "error: WAMRolloutWorker" in rest and "died without a Python error" in rest
+
+
+def is_descendant(pid, ancestor):
+    while pid > 1:
+        if pid == ancestor:
+            return True
+        status = Path(f"/proc/{pid}/status")
+        if not status.exists():
+            return False
+        pid = int(re.search(r"PPid:\s+(\d+)", status.read_text()).group(1))
+    return False
+
+
+RANKS = "{env:'0:0-1',rollout:'0:0-1',actor:'0:0-1'}"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["rollout", "pipeline"])
+def test_two_env_ranks_two_stages_and_two_actors_finish(tmp_path, mode):
+    run(
+        tmp_path,
+        "~cluster.component_placement",
+        f"+cluster.component_placement={RANKS}",
+        "rollout.pipeline_stage_num=2",
+        "env.train.total_num_envs=16",
+        "env.train.num_processes=1",
+        "env.eval.num_processes=1",
+        f"runner.use_training_pipeline={'true' if mode == 'pipeline' else 'false'}",
+        "actor.micro_batch_size=11",
+        "actor.global_batch_size=44",
+        timeout=580,
+    )
+    assert all(row["train/actor/first_ratio"] == 1.0 for row in iterations(tmp_path))
+
+
+@pytest.mark.slow
+def test_pipeline_mode_makes_the_same_update_as_rollout_mode(tmp_path):
+    """One rollout epoch, nothing shuffled: the same rows, so the same weights."""
+    both = []
+    for mode in ("false", "true"):
+        folder = tmp_path / mode
+        run(
+            folder,
+            f"runner.use_training_pipeline={mode}",
+            "runner.max_steps=1",
+            "runner.val_check_interval=-1",
+            "actor.micro_batch_size=22",
+            "actor.global_batch_size=44",
+        )
+        both.append(weights(folder, 1))
+    for name, tensor in both[0].items():
+        torch.testing.assert_close(both[1][name], tensor, rtol=0, atol=1e-6)
