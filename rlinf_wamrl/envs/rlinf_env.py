@@ -34,7 +34,8 @@ class WAMLiberoEnv:
     Observations: ``main_images``, ``wrist_images`` uint8 [N, H, W, 3]; ``states`` float32 [N, 8]
     (raw proprio: position 3, axis-angle 3, fingers 2); ``task_descriptions`` list of N;
     ``future_frames`` uint8 [N, F, 3, H, 2W] of the chunk just executed, main and wrist side by
-    side, zeros where ``future_frames_mask`` bool [N, F] is false; ``executed_mask`` bool [N, C];
+    side, and ``future_states`` float32 [N, F, 8] at the same moments, zeros where
+    ``future_frames_mask`` bool [N, F] is false; ``executed_mask`` bool [N, C];
     ``task_id``, ``seed``, ``group_id``, ``episode_id``, ``init_state_id``, ``elapsed_steps``
     int64 [N].
 
@@ -156,7 +157,7 @@ class WAMLiberoEnv:
         self.vector.reset(episodes)
         self._active = np.array([env in episodes for env in range(self.num_envs)])
         arrays = self.vector.arrays
-        for name in ("frames", "frame_mask", "executed"):
+        for name in ("frames", "frame_proprio", "frame_mask", "executed"):
             arrays[name][:] = 0
         return self._observation(chunk_length=0), {"environment": self.description()}
 
@@ -178,7 +179,7 @@ class WAMLiberoEnv:
         length = actions.shape[1]
         arrays = self.vector.arrays
         idle = ~self._active
-        for name in ("frames", "frame_mask", "executed", "success"):
+        for name in ("frames", "frame_proprio", "frame_mask", "executed", "success"):
             arrays[name][idle] = 0
         running = np.flatnonzero(self._active).tolist()
         if running:
@@ -197,7 +198,7 @@ class WAMLiberoEnv:
         self._active &= ~(solved | expired)
         self._end_slot = np.where(solved | expired, counts - 1, self._end_slot)
         terminations, truncations = self._end_flags(length)
-        self._end_slot = np.where(self._solved | self._expired, 0, length)
+        self._end_slot = np.where(self._solved | self._expired, 0, MAX_CHUNK)
         return (
             [self._observation(length)],
             torch.from_numpy(rewards),
@@ -296,6 +297,7 @@ class WAMLiberoEnv:
             "states": torch.from_numpy(arrays["proprio"].astype(np.float32)),
             "task_descriptions": [self._suite.tasks[place.task_id].language for place in places],
             "future_frames": torch.from_numpy(arrays["frames"].copy()),
+            "future_states": torch.from_numpy(arrays["frame_proprio"].astype(np.float32)),
             "future_frames_mask": torch.from_numpy(arrays["frame_mask"].copy()),
             "executed_mask": torch.from_numpy(arrays["executed"][:, :chunk_length].copy()),
             "task_id": torch.tensor([place.task_id for place in places]),

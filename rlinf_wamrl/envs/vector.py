@@ -77,6 +77,7 @@ class VectorEnv:
                 ("wrist", (n, size, size, 3), "u1"),
                 ("proprio", (n, 8), "f8"),
                 ("frames", (n, frames, 3, size, 2 * size), "u1"),
+                ("frame_proprio", (n, frames, 8), "f8"),
                 ("frame_mask", (n, frames), "?"),
                 ("executed", (n, MAX_CHUNK), "?"),
                 ("success", (n,), "?"),

@@ -118,6 +118,7 @@ class _Worker:
         arrays["executed"][index] = False
         arrays["frame_mask"][index] = False
         arrays["frames"][index] = 0
+        arrays["frame_proprio"][index] = 0.0
         arrays["success"][index] = False
         for step in range(1, length + 1):
             slot.steps += 1
@@ -174,6 +175,7 @@ class _Worker:
         frame = self._arrays["frames"][index, position]
         frame[:, :, :width] = observation.main.transpose(2, 0, 1)
         frame[:, :, width:] = observation.wrist.transpose(2, 0, 1)
+        self._arrays["frame_proprio"][index, position] = observation.proprio
         self._arrays["frame_mask"][index, position] = True
 
 

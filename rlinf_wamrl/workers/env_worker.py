@@ -27,7 +27,7 @@ from rlinf_wamrl.workers.trajectory_channel import PROGRESS_KEY
 
 __all__ = ["FUTURE_KEYS", "WAMEnvWorker", "policy_observation"]
 
-FUTURE_KEYS = ("future_frames", "future_frames_mask")
+FUTURE_KEYS = ("future_frames", "future_states", "future_frames_mask")
 """Observation entries that describe the chunk just executed."""
 
 TRAIN_INPUT_TAG = "train_policy_input"
