@@ -365,7 +365,7 @@ def pack_instructions(instructions: Sequence[str]) -> Tensor:
                 f"an instruction may have {INSTRUCTION_BYTES} bytes, this one has {len(encoded)}: "
                 f"{instruction!r}"
             )
-        row[: len(encoded)] = torch.frombuffer(bytearray(encoded), dtype=torch.uint8)
+        row[: len(encoded)] = torch.tensor(list(encoded), dtype=torch.uint8)
     return packed
 
 

@@ -7,7 +7,8 @@ import weakref
 import numpy as np
 import pytest
 import torch
-from transformers import PreTrainedTokenizerFast, UMT5Config, UMT5EncoderModel
+from tiny_parts import LIFT, write_umt5
+from transformers import UMT5EncoderModel
 
 from rlinf_wamrl.wam.text import (
     FASTWAM_PROMPT,
@@ -18,8 +19,6 @@ from rlinf_wamrl.wam.text import (
 )
 from rlinf_wamrl.wam.text_cache import CachedTextEncoder
 from rlinf_wamrl.wam.text_umt5 import UMT5Encoder
-
-LIFT = "lift the red cube"
 
 
 def test_a_word_is_its_hash_plus_its_position():
@@ -75,26 +74,7 @@ def test_prompt_template():
 
 @pytest.fixture(scope="module")
 def umt5_folder(tmp_path_factory):
-    """A UMT5 of a few thousand random weights with a word tokeniser, as transformers saves them."""
-    from tokenizers import Tokenizer, models, pre_tokenizers, processors
-
-    folder = tmp_path_factory.mktemp("wan")
-    words = ["<pad>", "</s>", "<unk>", *FASTWAM_PROMPT.split(), *LIFT.split(), "video", "robot"]
-    vocabulary = {word: i for i, word in enumerate(dict.fromkeys(words))}
-    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
-    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    tokenizer.post_processor = processors.TemplateProcessing(
-        single="$A </s>", special_tokens=[("</s>", 1)]
-    )
-    PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, pad_token="<pad>", eos_token="</s>", unk_token="<unk>"
-    ).save_pretrained(folder / "tokenizer")
-    torch.manual_seed(0)
-    config = UMT5Config(
-        vocab_size=len(vocabulary), d_model=16, d_kv=4, d_ff=32, num_layers=2, num_heads=4
-    )
-    UMT5EncoderModel(config).save_pretrained(folder / "text_encoder")
-    return folder / "text_encoder"
+    return write_umt5(tmp_path_factory.mktemp("wan"))
 
 
 def test_umt5_pads_are_zero_and_visible(umt5_folder):

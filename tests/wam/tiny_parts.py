@@ -1,0 +1,113 @@
+"""Released files at a tiny size: a FastWAM checkpoint, the Wan2.2 parts around it, a policy."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from diffusers import AutoencoderKLWan
+from example_statistics import statistics
+from tokenizers import Tokenizer, models, pre_tokenizers, processors
+from transformers import PreTrainedTokenizerFast, UMT5Config, UMT5EncoderModel
+
+from rlinf_wamrl.policy import SamplingSettings, WAMPolicy
+from rlinf_wamrl.processing import Processor, ProcessorConfig
+from rlinf_wamrl.wam.config import ActionExpertConfig, VideoExpertConfig, WAMConfig
+from rlinf_wamrl.wam.loading import save_fastwam
+from rlinf_wamrl.wam.text import FASTWAM_PROMPT, HashedWordEncoder
+from rlinf_wamrl.wam.vae_wan22 import WAN22_LATENTS_MEAN, WAN22_LATENTS_STD, Wan22VAE
+from rlinf_wamrl.wam.wam import WAM
+
+LIFT = "lift the red cube"
+IMAGE_HEIGHT, IMAGE_WIDTH = 32, 64  # two cameras of 32 x 32
+LATENT_SIZE = (2, 4)
+HORIZON, EXECUTED, STEPS = 8, 5, 4
+
+_SHARED = {"num_heads": 2, "attn_head_dim": 12, "num_layers": 2, "text_dim": 16, "freq_dim": 8}
+VIDEO_SIZES = {"hidden_dim": 32, "ffn_dim": 48, **_SHARED}
+ACTION_SIZES = {"hidden_dim": 24, "ffn_dim": 32, **_SHARED}
+
+
+def tiny_config(**changes) -> WAMConfig:
+    values = {
+        "video_dit_config": VideoExpertConfig(**VIDEO_SIZES),
+        "action_dit_config": ActionExpertConfig(**ACTION_SIZES),
+        "proprio_dim": 8,
+        "action_horizon": HORIZON,
+        "num_video_frames": 9,
+    }
+    return WAMConfig(**(values | changes))
+
+
+def tiny_wam(**changes) -> WAM:
+    torch.manual_seed(0)
+    return WAM(tiny_config(**changes))
+
+
+def tiny_vae() -> Wan22VAE:
+    torch.manual_seed(1)
+    return Wan22VAE(
+        AutoencoderKLWan(
+            base_dim=4,
+            decoder_base_dim=4,
+            num_res_blocks=1,
+            z_dim=48,
+            dim_mult=[1, 2, 4, 4],
+            temperal_downsample=[False, True, True],
+            is_residual=True,
+            in_channels=12,
+            out_channels=12,
+            patch_size=2,
+            scale_factor_spatial=16,
+            scale_factor_temporal=4,
+            latents_mean=list(WAN22_LATENTS_MEAN),
+            latents_std=list(WAN22_LATENTS_STD),
+        )
+    )
+
+
+def tiny_policy(wam: WAM | None = None, vae=None, **settings) -> WAMPolicy:
+    """A policy on random weights; keyword arguments change its sampling."""
+    values = {
+        "num_executed": EXECUTED,
+        "denoising_steps": STEPS,
+        "eval_denoising_steps": 3,
+        "imagination_steps": 2,
+        "noise_level": 0.5,
+    }
+    processor = ProcessorConfig(image_height=IMAGE_HEIGHT, image_width=IMAGE_WIDTH // 2)
+    return WAMPolicy(
+        wam=tiny_wam() if wam is None else wam,
+        vae=tiny_vae() if vae is None else vae,
+        text_encoder=HashedWordEncoder(dim=16, length=6),
+        processor=Processor.build(processor, statistics()),
+        settings=SamplingSettings(**(values | settings)),
+    )
+
+
+def write_umt5(folder: Path, width: int = 16) -> Path:
+    """A UMT5 of a few thousand random weights with a word tokeniser, as transformers saves them."""
+    words = ["<pad>", "</s>", "<unk>", *FASTWAM_PROMPT.split(), *LIFT.split(), "video", "robot"]
+    vocabulary = {word: i for i, word in enumerate(dict.fromkeys(words))}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single="$A </s>", special_tokens=[("</s>", 1)]
+    )
+    PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, pad_token="<pad>", eos_token="</s>", unk_token="<unk>"
+    ).save_pretrained(folder / "tokenizer")
+    torch.manual_seed(0)
+    config = UMT5Config(
+        vocab_size=len(vocabulary), d_model=width, d_kv=4, d_ff=32, num_layers=2, num_heads=4
+    )
+    UMT5EncoderModel(config).save_pretrained(folder / "text_encoder")
+    return folder / "text_encoder"
+
+
+def write_release(folder: Path, name: str = "mine.pt", **changes) -> Path:
+    """A FastWAM file with its statistics and the parts of Wan2.2-TI2V-5B-Diffusers beside it."""
+    save_fastwam(tiny_wam(**changes), folder / name, statistics=statistics())
+    tiny_vae().model.save_pretrained(folder / "vae")
+    write_umt5(folder)
+    return folder / name
