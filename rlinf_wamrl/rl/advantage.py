@@ -146,18 +146,20 @@ def step_advantages(
     group_size: int,
     *,
     reconstruction_reward: Tensor | None = None,
+    reconstruction_mask: Tensor | None = None,
     lambda_step: float = 0.0,
 ) -> Tensor:
     """Spread episode advantages over macro-steps, with an optional per-step part.
 
-    ``A_t = A_i + λ_step (r̃_t − mean of the group at t)``; the mean runs over the members whose
-    episode still lasts at t.
+    ``A_t = A_i + λ_step (r̃_t − mean of the group at t)``; the mean runs over the members that have
+    a reward at t, and the others get no such part.
 
     Args:
         advantage: [B].
         valid: [T,B] bool, macro-steps that were executed.
         group_size: episodes per group.
         reconstruction_reward: [T,B] normalised r̃.
+        reconstruction_mask: [T,B] bool, True where the reward exists; None means wherever valid.
         lambda_step: λ_step.
 
     Returns:
@@ -166,11 +168,12 @@ def step_advantages(
     steps = torch.where(valid, advantage.float()[None], 0.0)
     if reconstruction_reward is None or lambda_step == 0.0:
         return steps
-    reward = torch.where(valid, reconstruction_reward.float(), 0.0)
+    rewarded = valid if reconstruction_mask is None else valid & reconstruction_mask
+    reward = torch.where(rewarded, reconstruction_reward.float(), 0.0)
     grouped = reward.view(reward.shape[0], -1, group_size)
-    alive = valid.view_as(grouped)
-    mean = grouped.sum(-1, keepdim=True) / alive.sum(-1, keepdim=True).clamp(min=1)
-    return steps + lambda_step * torch.where(alive, grouped - mean, 0.0).view_as(steps)
+    member = rewarded.view_as(grouped)
+    mean = grouped.sum(-1, keepdim=True) / member.sum(-1, keepdim=True).clamp(min=1)
+    return steps + lambda_step * torch.where(member, grouped - mean, 0.0).view_as(steps)
 
 
 def update_success_average(

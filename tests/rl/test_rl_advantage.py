@@ -75,6 +75,21 @@ def test_step_part_is_relative_to_members_that_still_run():
     torch.testing.assert_close(steps, torch.tensor([[0.5, -0.5], [1.0, 0.0]]))
 
 
+def test_members_without_a_reward_neither_get_a_step_part_nor_move_the_mean():
+    valid = torch.ones(1, 4, dtype=torch.bool)
+    mask = torch.tensor([[True, True, False, False]])
+    rec = torch.tensor([[1.0, 3.0, float("nan"), 7.0]])
+    steps = step_advantages(
+        torch.zeros(4),
+        valid,
+        4,
+        reconstruction_reward=rec,
+        reconstruction_mask=mask,
+        lambda_step=1.0,
+    )
+    torch.testing.assert_close(steps, torch.tensor([[-1.0, 1.0, 0.0, 0.0]]))
+
+
 def test_success_average_takes_the_first_result_and_keeps_untried_tasks():
     average = torch.tensor([float("nan"), 0.5, 0.25])
     updated = update_success_average(
