@@ -7,14 +7,13 @@ import fake_official
 import golden_fastwam as golden
 import pytest
 import torch
-from diffusers import AutoencoderKLWan
+from tiny_parts import tiny_vae
 from torch import nn
 
 from rlinf_wamrl.rl.reward import RewardBatch, RewardSettings, reconstruction_reward
 from rlinf_wamrl.wam.adapter import adapt
 from rlinf_wamrl.wam.lora import inject_lora, select_trainable
 from rlinf_wamrl.wam.vae_patch import PatchVAE, PatchVAEConfig
-from rlinf_wamrl.wam.vae_wan22 import WAN22_LATENTS_MEAN, WAN22_LATENTS_STD, Wan22VAE
 
 STEPS = 3
 
@@ -221,29 +220,7 @@ def test_bfloat16_models_are_rewarded_too():
     torch.testing.assert_close(result, exact, rtol=0.1, atol=0.01)
 
 
-def wan22_vae():
-    torch.manual_seed(0)
-    return Wan22VAE(
-        AutoencoderKLWan(
-            base_dim=8,
-            decoder_base_dim=8,
-            z_dim=48,
-            dim_mult=[1, 1, 1, 1],
-            num_res_blocks=1,
-            temperal_downsample=[False, True, True],
-            is_residual=True,
-            in_channels=12,
-            out_channels=12,
-            patch_size=2,
-            scale_factor_spatial=16,
-            scale_factor_temporal=4,
-            latents_mean=list(WAN22_LATENTS_MEAN),
-            latents_std=list(WAN22_LATENTS_STD),
-        )
-    )
-
-
-@pytest.mark.parametrize("make", [patch_vae, wan22_vae])
+@pytest.mark.parametrize("make", [patch_vae, tiny_vae])
 @torch.no_grad()
 def test_leaving_out_later_latents_changes_no_earlier_picture(make):
     """What the reward relies on when it decodes only as far as it looks."""
