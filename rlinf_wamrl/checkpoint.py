@@ -1,7 +1,8 @@
-"""The learner's part of a checkpoint: one file with all that training changes.
+"""The learner's part of a checkpoint: all that training changes, never the frozen base.
 
 ``<run folder>/checkpoints/global_step_N/actor/learner.pt`` holds ``step``, ``model`` (trained
-weights by name), ``optimizer`` and ``lr_scheduler``. The frozen base is never written.
+weights by name), ``optimizers``, ``lr_scheduler`` and the reward's ``normaliser``;
+``learner_rank_R.pt`` the success buffer's index and the feature statistics of a rank.
 """
 
 from __future__ import annotations
@@ -16,27 +17,35 @@ from torch import Tensor
 
 __all__ = ["read_learner", "read_trained_weights", "write_learner"]
 
-LEARNER_FILE = "learner.pt"
+
+def _file_name(rank: int | None) -> str:
+    return "learner.pt" if rank is None else f"learner_rank_{rank}.pt"
 
 
-def write_learner(folder: str | Path, state: dict[str, Any]) -> None:
-    """Write the learner's state into an existing folder, flushed to disk."""
-    with (Path(folder) / LEARNER_FILE).open("wb") as stream:
+def write_learner(folder: str | Path, state: dict[str, Any], rank: int | None = None) -> None:
+    """Write the learner's state into an existing folder, flushed to disk.
+
+    Args:
+        folder: where to.
+        state: what to write.
+        rank: of whom, for what differs between ranks; None for what they share.
+    """
+    with (Path(folder) / _file_name(rank)).open("wb") as stream:
         torch.save(state, stream)
         stream.flush()
         os.fsync(stream.fileno())
 
 
-def read_learner(folder: str | Path) -> dict[str, Any]:
+def read_learner(folder: str | Path, rank: int | None = None) -> dict[str, Any]:
     """Read what :func:`write_learner` wrote.
 
     Raises:
         FileNotFoundError: there is no such file.
         ValueError: the file is damaged.
     """
-    file = Path(folder) / LEARNER_FILE
+    file = Path(folder) / _file_name(rank)
     if not file.is_file():
-        raise FileNotFoundError(f"{folder} holds no learner checkpoint ({LEARNER_FILE})")
+        raise FileNotFoundError(f"{folder} holds no learner checkpoint ({file.name})")
     try:
         return torch.load(file, map_location="cpu", weights_only=True)
     except (RuntimeError, pickle.UnpicklingError, EOFError) as error:

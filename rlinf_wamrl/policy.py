@@ -8,7 +8,6 @@ the imagined video, where the model acts on one (idm mode).
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -17,8 +16,10 @@ import torch
 from rlinf.models.embodiment.base_policy import BasePolicy, ForwardType
 from torch import Tensor, nn
 
+from rlinf_wamrl.policy_training import calibration_moments, imagination_rewards, video_loss
 from rlinf_wamrl.processing import Processor, pixels_to_unit
 from rlinf_wamrl.rl import flow_sde
+from rlinf_wamrl.streams import random_stream
 from rlinf_wamrl.wam.state import WAMState
 from rlinf_wamrl.wam.text import TextEncoder
 from rlinf_wamrl.wam.vae import VideoVAE
@@ -34,10 +35,17 @@ __all__ = [
 INSTRUCTION_BYTES = 256
 """Room for an instruction in a record, UTF-8, padded with zeros."""
 
-RECORD_IDS = ("task_id", "seed", "group_id", "episode_id", "elapsed_steps")
+RECORD_IDS = ("task_id", "seed", "group_id", "episode_id", "init_state_id", "elapsed_steps")
 """Integers of the observation that travel with every macro-step."""
 
 _KEY_BOUND = 2**62
+
+TRAINING_FORWARDS = {
+    "imagination_rewards": imagination_rewards,
+    "video_loss": video_loss,
+    "calibration_moments": calibration_moments,
+}
+"""Further calls that go through ``forward``, by ``forward_type``."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -246,11 +254,18 @@ class WAMPolicy(nn.Module, BasePolicy):
             "forward_inputs": {key: value.cpu() for key, value in record.items()},
         }
 
-    def forward(self, forward_type: ForwardType = ForwardType.DEFAULT, **kwargs: Any) -> Any:
+    def forward(self, forward_type: ForwardType | str = ForwardType.DEFAULT, **kwargs: Any) -> Any:
         """Dispatch on ``forward_type``: the only call that a sharded model hooks."""
-        if forward_type is not ForwardType.DEFAULT:
-            raise ValueError(f"WAMPolicy has no forward of type {forward_type.value!r}")
-        return self.default_forward(**kwargs)
+        if forward_type == ForwardType.DEFAULT:
+            return self.default_forward(**kwargs)
+        if forward_type not in TRAINING_FORWARDS:
+            raise ValueError(f"WAMPolicy has no forward of type {forward_type!r}")
+        return TRAINING_FORWARDS[forward_type](self, **kwargs)
+
+    @staticmethod
+    def instructions_of(records: Mapping[str, Tensor]) -> list[str]:
+        """Return the instructions of a batch of records."""
+        return unpack_instructions(records["instruction"])
 
     def default_forward(
         self, forward_inputs: Mapping[str, Tensor], **_: Any
@@ -343,12 +358,6 @@ class WAMPolicy(nn.Module, BasePolicy):
             step=noise.step.to(self.device),
             k_star=noise.k_star.to(self.device),
         )
-
-
-def random_stream(*key: int | str) -> torch.Generator:
-    """Return a generator that is a pure function of ``key``, on every machine."""
-    digest = hashlib.sha256(repr(key).encode()).digest()
-    return torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
 
 
 def pack_instructions(instructions: Sequence[str]) -> Tensor:

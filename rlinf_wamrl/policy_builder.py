@@ -14,6 +14,7 @@ from rlinf_wamrl.policy import SamplingSettings, WAMPolicy
 from rlinf_wamrl.processing import Processor, ProcessorConfig
 from rlinf_wamrl.wam.base_model import from_wan22
 from rlinf_wamrl.wam.loading import from_fastwam
+from rlinf_wamrl.wam.lora import inject_lora, select_trainable
 from rlinf_wamrl.wam.pretrained import PretrainedWAM, load_pretrained
 from rlinf_wamrl.wam.wan22_parts import Wan22Parts
 
@@ -61,7 +62,16 @@ def policy_of(parts: PretrainedWAM, cfg: Any) -> WAMPolicy:
             f"actor.model.action_dim = {cfg.action_dim}, but the checkpoint {cfg.model_path!r} "
             f"predicts actions of width {policy.wam.action_dim}"
         )
-    policy.wam.video_expert.requires_grad_(False)
+    parts_to_train = []
+    if cfg.train_video:
+        # the same generator everywhere: adapters start alike in learner and rollout workers
+        generator = torch.Generator().manual_seed(cfg.sampling.seed)
+        inject_lora(policy.wam, generator=generator, rank=cfg.lora_rank, alpha=cfg.lora_alpha)
+        parts_to_train.append("lora")
+    if cfg.train_actions:
+        parts_to_train += ["action_expert", "proprio_encoder"]
+    select_trainable(policy.wam, parts_to_train, root=policy)
+    policy.trained_parts = tuple(parts_to_train)
     return policy
 
 

@@ -112,6 +112,14 @@ class Processor:
         """Normalise recorded actions [...,A] to what the model is trained on, in [-5,5]."""
         return self.action_normaliser.normalise(torch.as_tensor(raw))
 
+    def training_actions(self, executed: Any) -> Tensor:
+        """Normalise actions that the simulator executed [...,A]; inverts the gripper's finish."""
+        raw = torch.as_tensor(executed)
+        gripper = raw[..., -1:]
+        if self.config.gripper_convention == "fastwam":
+            gripper = (1.0 - gripper) / 2.0
+        return self.normalise_actions(torch.cat([raw[..., :-1], gripper], dim=-1))
+
     def executable_actions(self, normalised: Tensor) -> Tensor:
         """Turn the model's actions [...,A] into what the simulator executes, float32 [...,A].
 

@@ -28,6 +28,13 @@ _POSITIVE = [
     "RL.max_logprob_drift",
     "RL.min_group_std",
     "RL.max_resample",
+    "RL.reconstruction.max_batch",
+    "RL.video_sft.every",
+    "RL.video_sft.steps",
+    "RL.video_sft.batch_size",
+    "RL.video_sft.lr",
+    "RL.video_sft.lora_rank",
+    "RL.video_sft.buffer_mib",
     "actor.micro_batch_size",
     "actor.global_batch_size",
     "actor.optim.clip_grad",
@@ -54,6 +61,11 @@ _CHOICES = {
     "RL.initial_noise": ("episode", "group"),
     "RL.logprob_reduction": ("sum", "mean"),
     "RL.degenerate": ("drop", "rec_only", "keep"),
+    "RL.reconstruction.source": ("frozen", "live", "rollout"),
+    "RL.reconstruction.similarity": ("pixel_mse", "optical_flow", "dino", "vjepa"),
+    "RL.reconstruction.compare": ("pixels", "vae_roundtrip"),
+    "RL.reconstruction.weight": ("uniform", "motion"),
+    "RL.task_choice.mode": ("uniform", "learnable", "hard"),
     "actor.model.precision": ("fp32", "bf16"),
     "actor.fsdp_config.strategy": ("fsdp2", "fsdp"),
     "actor.optim.lr_scheduler": ("constant", "cosine"),
@@ -94,6 +106,7 @@ def check_values(run: DictConfig) -> None:
     _check_sampling(run)
     _check_env_side(run, "train")
     _check_env_side(run, "eval")
+    _check_halves(run)
     _check_group(run)
     _check_batch(run)
     _check_model(run)
@@ -200,6 +213,33 @@ def _check_renderer() -> None:
         choose_renderer()
     except (RuntimeError, ValueError) as error:
         raise ConfigError(str(error)) from error
+
+
+def _check_halves(run: DictConfig) -> None:
+    """Check what the reconstruction reward and the video half need."""
+    rl, env, chunk = run.RL, run.env.train, run.actor.model.num_action_chunks
+    for key in ("RL.lambda_rec", "RL.task_reward_weight", "RL.video_sft.lambda_kl"):
+        if _get(run, key) < 0:
+            raise ConfigError(f"{key} must not be negative, got {_get(run, key)}")
+    if not rl.train_actions and not rl.video_sft.enabled:
+        raise ConfigError("RL.train_actions: false needs RL.video_sft.enabled: nothing would train")
+    if rl.task_reward_weight == 0 and rl.lambda_rec == 0:
+        raise ConfigError("RL.task_reward_weight = 0 needs RL.lambda_rec > 0: no reward is left")
+    if rl.lambda_rec > 0 and env.num_future_frames == 0:
+        raise ConfigError("RL.lambda_rec > 0 needs env.train.num_future_frames of at least 1")
+    if rl.reconstruction.similarity in ("dino", "vjepa") and not rl.reconstruction.encoder_path:
+        raise ConfigError(
+            f"RL.reconstruction.similarity = {rl.reconstruction.similarity} needs the folder of a "
+            "transformers model: set RL.reconstruction.encoder_path"
+        )
+    ratio = env.action_video_freq_ratio
+    if rl.video_sft.enabled and (chunk % ratio or env.num_future_frames * ratio < chunk - ratio):
+        raise ConfigError(
+            "RL.video_sft needs pictures at even distances over a whole chunk: "
+            f"actor.model.num_action_chunks = {chunk} must be a multiple of "
+            f"env.train.action_video_freq_ratio = {ratio}, and env.train.num_future_frames at least "
+            f"{chunk // ratio - 1}"
+        )
 
 
 def _check_group(run: DictConfig) -> None:

@@ -77,6 +77,71 @@ class RunnerConfig:
 
 
 @dataclass
+class ReconstructionConfig:
+    """The reconstruction reward: what was imagined against what happened."""
+
+    source: str = "frozen"
+    """Whose imagination: frozen (the pretrained video expert), live (the trained one), or rollout
+    (idm mode: the very video the actions were conditioned on)."""
+    similarity: str = "pixel_mse"
+    """pixel_mse, optical_flow, dino or vjepa."""
+    encoder_path: str | None = None
+    """Folder of the transformers model that dino and vjepa compare with."""
+    compare: str = "pixels"
+    """pixels, or vae_roundtrip: the executed frames go through the autoencoder, too."""
+    weight: str = "uniform"
+    """uniform, or motion: half of the weight goes to where something moves."""
+    max_batch: int = 32
+    """Macro-steps imagined at a time; bounds memory."""
+
+
+@dataclass
+class VideoSFTConfig:
+    """Training of the video expert's adapters on successful episodes."""
+
+    enabled: bool = False
+    """Train the video half at all."""
+    every: int = 1
+    """Iterations between two phases of video training."""
+    warmup: int = 2
+    """Iterations before the first one, while the buffer fills."""
+    steps: int = 8
+    """Optimiser steps of a phase."""
+    batch_size: int = 8
+    """Windows per step and rank."""
+    lr: float = 1e-5
+    """Learning rate of the adapters."""
+    lambda_action: float = 0.0
+    """Weight of the action loss beside the video loss; 0 trains the video alone."""
+    lambda_kl: float = 0.1
+    """Weight of the feature KL to the pretrained video expert; 0 turns it off."""
+    kl_decay: float = 0.99
+    """Decay of the moving average of the live features' variance."""
+    lora_rank: int = 16
+    """Rank of the adapters."""
+    lora_alpha: float = 32.0
+    """Their output is scaled by alpha / rank."""
+    buffer_mib: int = 2048
+    """Successful episodes kept, in MiB; the oldest go first."""
+    buffer_memory_mib: int = 512
+    """Of these in memory; the rest is on disk in the run folder."""
+
+
+@dataclass
+class TaskChoiceConfig:
+    """Which tasks the next iteration trains on."""
+
+    mode: str = "uniform"
+    """uniform, learnable (neither solved nor hopeless) or hard (failing)."""
+    epsilon: float = 0.05
+    """Keeps every task alive."""
+    beta: float = 1.0
+    """Sharpness of hard."""
+    decay: float = 0.9
+    """Decay of the success average per task."""
+
+
+@dataclass
 class RLConfig:
     """The method: Flow-SDE sampling, group advantages, PPO. Defaults follow the paper's setting."""
 
@@ -126,8 +191,22 @@ class RLConfig:
     """PPO: bound of the loss of bad actions, > 1."""
     update_epochs: int = 2
     """PPO passes over each batch of rollouts."""
+    train_actions: bool = True
+    """Train the action expert by PPO; false leaves the policy as it is (video-only ablation)."""
     action_lr: float = 5e-6
     """Learning rate of the action expert and the proprio encoder."""
+    task_reward_weight: float = 1.0
+    """Weight of the task reward in the return; 0 learns from reconstruction alone."""
+    lambda_rec: float = 0.0
+    """Weight of the mean reconstruction reward in the return; 0 imagines nothing."""
+    lambda_step: float = 0.0
+    """Weight of its per-step part in the advantage."""
+    reconstruction: ReconstructionConfig = field(default_factory=ReconstructionConfig)
+    """The reconstruction reward."""
+    video_sft: VideoSFTConfig = field(default_factory=VideoSFTConfig)
+    """Training of the video expert."""
+    task_choice: TaskChoiceConfig = field(default_factory=TaskChoiceConfig)
+    """Which tasks come next."""
 
 
 @dataclass
@@ -360,6 +439,14 @@ class ModelConfig:
     """C: actions executed before replanning."""
     action_dim: int = 7
     """A: width of an action."""
+    train_actions: bool = II("RL.train_actions")
+    """Train the action expert and the proprio encoder."""
+    train_video: bool = II("RL.video_sft.enabled")
+    """Put adapters on the video expert and train them."""
+    lora_rank: int = II("RL.video_sft.lora_rank")
+    """Rank of the adapters."""
+    lora_alpha: float = II("RL.video_sft.lora_alpha")
+    """Their output is scaled by alpha / rank."""
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
     """How chunks are sampled."""
 

@@ -102,5 +102,6 @@ def _for_rlinf(cfg: DictConfig) -> DictConfig:
         if copy.runner.only_eval:  # RLinf then reads the whole model section from here
             copy.rollout.model = {**copy.actor.model, **copy.rollout.model}
         copy.rollout.collect_prev_infos = True
-        copy.rollout.collect_transitions = False
+        copy.rollout.collect_transitions = copy.RL.lambda_rec > 0 or copy.RL.video_sft.enabled
+        copy.algorithm.shuffle_rollout = False  # the learner shuffles what counts
     return copy

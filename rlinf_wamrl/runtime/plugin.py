@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor
 
-from rlinf_wamrl.rl.advantage import group_advantages, step_advantages
+from rlinf_wamrl.rl.advantage import episode_returns, group_advantages, step_advantages
 from rlinf_wamrl.rl.losses import ppo_flow_loss
 from rlinf_wamrl.runtime.rlinf_compat import add_environment_type, install_cpu_platform
 
@@ -42,6 +43,10 @@ def _group_advantage(
     group_size: int,
     degenerate: str = "drop",
     min_group_std: float = 1e-3,
+    reconstruction_reward: Tensor | None = None,
+    reconstruction_mask: Tensor | None = None,
+    lambda_rec: float = 0.0,
+    lambda_step: float = 0.0,
     **_: object,
 ) -> tuple[Tensor, None]:
     """Adapt group advantages to RLinf's registry.
@@ -52,13 +57,30 @@ def _group_advantage(
         group_size: episodes per group.
         degenerate: see :func:`~rlinf_wamrl.rl.advantage.group_advantages`.
         min_group_std: likewise.
+        reconstruction_reward: [T, B], normalised; None leaves it out.
+        reconstruction_mask: [T, B] bool, where it exists.
+        lambda_rec: weight of its mean in the return.
+        lambda_step: weight of its per-step part in the advantage.
         **_: further keywords of RLinf's registry, unused.
 
     Returns:
         Advantages [T, B], and no returns.
     """
-    returns = rewards.flatten()
+    task_return, alive = rewards.flatten(), loss_mask.bool()
+    exists = alive if reconstruction_mask is None else alive & reconstruction_mask
+    returns = episode_returns(task_return[None], None)
+    if reconstruction_reward is not None:
+        returns = returns + episode_returns(
+            torch.zeros_like(reconstruction_reward), reconstruction_reward, exists, lambda_rec
+        )
     groups = group_advantages(
-        returns, returns, group_size, degenerate=degenerate, min_std=min_group_std
+        returns, task_return, group_size, degenerate=degenerate, min_std=min_group_std
     )
-    return step_advantages(groups.advantage, loss_mask.bool(), group_size), None
+    advantages = step_advantages(
+        groups.advantage,
+        alive,
+        group_size,
+        reconstruction_reward=reconstruction_reward,
+        lambda_step=lambda_step,
+    )
+    return advantages, None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -15,12 +16,31 @@ import torch
 from omegaconf import DictConfig
 from rlinf.runners.embodied_runner import EmbodiedRunner
 
+from rlinf_wamrl.envs.suites import load_suite
 from rlinf_wamrl.files import atomic_folder
 from rlinf_wamrl.report.console import Console, duration, wilson_interval
-from rlinf_wamrl.rl.advantage import all_groups_degenerate_message, degenerate_groups
+from rlinf_wamrl.rl.advantage import (
+    all_groups_degenerate_message,
+    degenerate_groups,
+    task_sampling_weights,
+    update_success_average,
+)
 from rlinf_wamrl.runtime.rlinf_compat import own_actor_channel
 
 __all__ = ["NoLearningSignalError", "WAMRunner"]
+
+
+_SUMMARY = (
+    ("first ratio", "train/actor/first_ratio", ".6f"),
+    ("drift", "train/actor/logprob_drift_max", ".1e"),
+    ("KL", "train/actor/approx_kl_k3", ".4f"),
+    ("clipped", "train/actor/clip_fraction", ".3f"),
+    ("|g|", "train/actor/grad_norm", ".2f"),
+    ("r_rec", "train/reward/reconstruction", ".4f"),
+    ("video loss", "train/video/sft_video_loss", ".3f"),
+    ("feature KL", "train/video/feature_kl", ".3f"),
+)
+"""What the line of an iteration says, where the run has it."""
 
 
 class NoLearningSignalError(RuntimeError):
@@ -48,8 +68,12 @@ class WAMRunner(EmbodiedRunner):
         self.run_folder = Path(cfg.runner.logger.log_path)
         self.rollout_index = 0
         self._episodes = cfg.env.train.total_num_envs * cfg.env.train.rollout_epoch
+        env = cfg.env.train
+        suite = load_suite(env.task_suite_name, env.assets_dir)
+        self._tasks = list(env.task_ids) or list(range(len(suite.tasks)))
         self._eval_episodes = cfg.env.eval.total_num_envs * cfg.env.eval.rollout_epoch
         self._iteration_seconds: list[float] = []
+        self._success_average: dict[str, float] = {}
 
     def init_workers(self) -> None:
         """Build models and environments, and load the checkpoint of ``runner.resume_dir``."""
@@ -59,10 +83,13 @@ class WAMRunner(EmbodiedRunner):
                 handle.wait()
             return
         super().init_workers()
+        for line in self.actor.describe_training().wait()[0].splitlines():
+            self.console.line(f"  {line}")
         resume = self.cfg.runner.resume_dir
         if resume is not None:
             state = json.loads((Path(resume) / "runner.json").read_text())
             self.rollout_index = state["rollout_index"]
+            self._success_average = dict(state["success_average"])
 
     def run(self) -> None:
         """Train until ``runner.max_steps``, or evaluate once."""
@@ -146,7 +173,36 @@ class WAMRunner(EmbodiedRunner):
             metrics = self._episode_metrics(env_handle.wait())
         return {**metrics, **_training_metrics(trained)}
 
+    def _choose_tasks(self) -> None:
+        """Draw the next iteration's tasks by how well each has gone so far."""
+        choice = self.cfg.RL.task_choice
+        if choice.mode == "uniform":
+            return
+        tasks = self._tasks
+        average = torch.tensor([self._success_average.get(str(task), math.nan) for task in tasks])
+        weights = task_sampling_weights(
+            average, choice.mode, epsilon=choice.epsilon, beta=choice.beta
+        )
+        self.env.set_task_weights(weights.tolist()).wait()
+
+    def _follow_tasks(self, tasks: torch.Tensor, outcome: torch.Tensor) -> dict[str, float]:
+        """Update the success average of each task; returns this iteration's rates."""
+        rates = {}
+        for task in sorted(set(tasks.tolist())):
+            mine = outcome[tasks == task]
+            before = torch.tensor([self._success_average.get(str(task), math.nan)])
+            after = update_success_average(
+                before,
+                mine.sum().view(1),
+                torch.tensor([mine.numel()]),
+                self.cfg.RL.task_choice.decay,
+            )
+            self._success_average[str(task)] = after.item()
+            rates[f"env/success_rate/task_{task}"] = float(mine.mean())
+        return rates
+
     def _start_rollouts(self) -> tuple[Any, Any]:
+        self._choose_tasks()
         self.env.set_global_step(self.rollout_index).wait()
         self.rollout_index += 1
         env_handle = self.env.interact(
@@ -165,8 +221,10 @@ class WAMRunner(EmbodiedRunner):
     def _episode_metrics(self, env_results: list[dict[str, Any]]) -> dict[str, float]:
         outcome = torch.cat([result["success_once"] for result in env_results]).float()
         lengths = torch.cat([result["episode_len"] for result in env_results]).float()
+        tasks = torch.cat([result["task_id"] for result in env_results])
         degenerate = degenerate_groups(outcome, self.cfg.RL.group_size)
         return {
+            **self._follow_tasks(tasks, outcome),
             "rollout/episodes": float(outcome.numel()),
             "rollout/successes": float(outcome.sum()),
             "rollout/groups": float(degenerate.numel()),
@@ -227,12 +285,11 @@ class WAMRunner(EmbodiedRunner):
             f"success {_rate_text(int(successes), int(episodes))}  "
             f"groups used {metrics['rollout/groups'] - metrics['rollout/groups_degenerate']:.0f}"
             f"/{metrics['rollout/groups']:.0f}  "
-            f"first ratio {metrics['train/actor/first_ratio']:.6f}  "
-            f"drift {metrics.get('train/actor/logprob_drift_max', float('nan')):.1e}  "
-            f"KL {metrics['train/actor/approx_kl_k3']:.4f}  "
-            f"clipped {metrics['train/actor/clip_fraction']:.3f}  "
-            f"|g| {metrics['train/actor/grad_norm']:.2f}  "
-            f"{self._iteration_seconds[-1]:.0f}s" + (f"  left {duration(left)}" if left else "")
+            + "".join(
+                f"{name} {metrics[key]:{form}}  " for name, key, form in _SUMMARY if key in metrics
+            )
+            + f"{self._iteration_seconds[-1]:.0f}s"
+            + (f"  left {duration(left)}" if left else "")
         )
 
     def _is_due(self, interval: int) -> bool:
@@ -246,7 +303,10 @@ class WAMRunner(EmbodiedRunner):
         with self._phase("saving"), atomic_folder(folder, overwrite=True) as partial:
             (partial / "actor").mkdir()
             self.actor.save_checkpoint(str(partial / "actor"), self.global_step).wait()
-            state = {"rollout_index": self.rollout_index}
+            state = {
+                "rollout_index": self.rollout_index,
+                "success_average": self._success_average,
+            }
             (partial / "runner.json").write_text(json.dumps(state))
         self.console.line(f"checkpoint {folder}")
 

@@ -16,6 +16,7 @@ __all__ = [
     "mini_batches",
     "rows_of",
     "select_rows",
+    "unflatten_time",
 ]
 
 
@@ -29,6 +30,17 @@ def flatten_time(batch: dict[str, Any]) -> dict[str, Any]:
         elif value is not None:
             rows[name] = value[:chunks].flatten(0, 1)
     return rows
+
+
+def unflatten_time(rows: dict[str, Any], chunks: int) -> dict[str, Any]:
+    """Lay time-major rows [T * B, ...] out as [T, B, ...], nested dicts included."""
+    return {
+        name: unflatten_time(value, chunks)
+        if isinstance(value, dict)
+        else value.unflatten(0, (chunks, -1))
+        for name, value in rows.items()
+        if value is not None
+    }
 
 
 def counting_rows(rows: dict[str, Any]) -> Tensor:

@@ -51,6 +51,11 @@ class WAMEnvWorker(EnvWorker):
         for env in self.env_list:
             env.load_state_dict({**env.state_dict(), "iteration": global_step * self.rollout_epoch})
 
+    def set_task_weights(self, weights: list[float]) -> None:
+        """Draw the tasks of later rollouts in proportion to ``weights``, one per chosen task."""
+        for env in self.env_list:
+            env.set_task_weights(weights)
+
     async def _run_interact_once(
         self,
         input_channel: Channel,

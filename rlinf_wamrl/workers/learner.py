@@ -1,13 +1,15 @@
-"""The learner: RLinf's embodied actor, trained by flow PPO on group advantages.
+"""The learner: RLinf's embodied actor, with one optimiser for each half of the model.
 
-One update: drain the trajectories, turn outcomes into advantages, leave out what teaches nothing
-(an advantage of exactly 0), re-score the rest in the learner's own forward pass, then PPO over
-shuffled mini-batches.
+One iteration: drain the trajectories; imagine and reward; turn outcomes into advantages; leave out
+what teaches nothing (an advantage of exactly 0); re-score the rest in the learner's own forward
+pass; PPO of the action expert over shuffled mini-batches; video training of the adapters on
+successes, held by a feature KL.
 """
 
 from __future__ import annotations
 
 import math
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -28,6 +30,8 @@ from torch.distributed.checkpoint.state_dict import (
 
 from rlinf_wamrl.checkpoint import read_learner, write_learner
 from rlinf_wamrl.data.interface import Trajectory, merge_batch_values
+from rlinf_wamrl.report.pictures import save_imagination
+from rlinf_wamrl.wam.lora import trainable_set
 from rlinf_wamrl.workers.batches import (
     counting_rows,
     drift_message,
@@ -36,13 +40,17 @@ from rlinf_wamrl.workers.batches import (
     mini_batches,
     rows_of,
     select_rows,
+    unflatten_time,
 )
+from rlinf_wamrl.workers.gradients import clip_gradients
+from rlinf_wamrl.workers.imagination import ImaginationReward
+from rlinf_wamrl.workers.video_half import VideoHalf
 
 __all__ = ["WAMLearner"]
 
 
 class WAMLearner(EmbodiedFSDPActor):
-    """Trains the action expert and the proprio encoder; everything else is frozen."""
+    """Trains the action expert and proprio encoder by PPO, the video expert's adapters by SFT."""
 
     def __init__(self, cfg: DictConfig) -> None:
         """Read the sizes; the model is built in ``init_worker``."""
@@ -51,11 +59,61 @@ class WAMLearner(EmbodiedFSDPActor):
             torch.set_num_threads(cfg.actor.num_threads)
 
     def setup_model_and_optimizer(self) -> None:
-        """Build the model, and send only what trains to the rollout workers."""
+        """Build the model, its two optimisers, and what the reward and the video half need."""
         super().setup_model_and_optimizer()
         self.param_names_need_sync = [
             name for name, parameter in self.model.named_parameters() if parameter.requires_grad
         ]
+        rl, folder = self.cfg.RL, Path(self.cfg.runner.logger.log_path)
+        self.imagination = ImaginationReward(self.cfg, self.device) if rl.lambda_rec > 0 else None
+        self.video = None
+        if rl.video_sft.enabled:
+            self.video = VideoHalf(self.cfg, folder / "success_buffer", self._rank)
+
+    def model_provider_func(self) -> torch.nn.Module:
+        """Build the policy, and remember its sizes."""
+        policy = super().model_provider_func()
+        self.policy_config = policy.wam.config
+        self.logger_lines = str(trainable_set(policy.wam, policy.trained_parts, root=policy))
+        return policy
+
+    def build_optimizer(
+        self, model: torch.nn.Module, enable_critic_warmup: bool = False
+    ) -> torch.optim.Optimizer | None:
+        """Build AdamW for the action half and, beside it, for the adapters.
+
+        Returns:
+            The action half's optimiser, None when it does not train.
+        """
+        named = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
+        self.video_parameters = [p for n, p in named if ".lora_" in n]
+        self.action_parameters = [p for n, p in named if ".lora_" not in n]
+        self.video_optimizer = None
+        if self.video_parameters:
+            self.video_optimizer = self._adamw(self.video_parameters, self.cfg.RL.video_sft.lr)
+        if not self.action_parameters:
+            return None
+        return self._adamw(self.action_parameters, self.cfg.actor.optim.lr)
+
+    def _adamw(self, parameters: list[Tensor], rate: float) -> torch.optim.Optimizer:
+        options = self.cfg.actor.optim
+        return torch.optim.AdamW(
+            parameters,
+            lr=rate,
+            betas=(options.adam_beta1, options.adam_beta2),
+            eps=options.adam_eps,
+            weight_decay=options.weight_decay,
+        )
+
+    def build_lr_scheduler(self, optimizer: Any, optim_config: Any, last_epoch: int = -1) -> Any:
+        """Build the schedule of the action half; None when it does not train."""
+        if optimizer is None:
+            return None
+        return super().build_lr_scheduler(optimizer, optim_config, last_epoch)
+
+    def describe_training(self) -> str:
+        """Return what trains and what does not, a line per part."""
+        return self.logger_lines
 
     @Worker.timer("actor/recv_traj")
     async def recv_rollout_trajectories(self, input_channel: Channel) -> None:
@@ -70,12 +128,25 @@ class WAMLearner(EmbodiedFSDPActor):
 
     @Worker.timer("actor/compute_adv")
     def compute_advantages_and_returns(self) -> dict[str, float]:
-        """Turn outcomes into advantages; returns how many macro-steps of this rank count."""
-        batch, rl = self.rollout_batch, self.cfg.RL
+        """Judge the rollouts received; returns how many macro-steps of this rank count."""
+        self._judged = self._judge(self.rollout_batch)
+        return {"macro_steps": float(counting_rows(flatten_time(self.rollout_batch)).numel())}
+
+    def _judge(self, batch: dict[str, Any]) -> dict[str, float]:
+        """Imagine, keep successes, and turn outcomes into advantages; returns metrics."""
+        rl, metrics = self.cfg.RL, {}
+        if self.imagination is not None:
+            self.model.eval()
+            metrics.update(self.imagination.score(self.model, batch, self._gathered))
+            self._save_pictures(batch)
+        if self.video is not None:
+            metrics["video/new_successes"] = float(self.video.collect(batch))
+            metrics["video/buffer_episodes"] = float(len(self.video.buffer))
+            metrics["video/buffer_mib"] = self.video.buffer.nbytes / 2**20
         advantages = calculate_adv_and_returns(
             task_type=self.cfg.runner.task_type,
             adv_type=self.cfg.algorithm.adv_type,
-            rewards=batch["rewards"],
+            rewards=batch["rewards"] * rl.task_reward_weight,
             dones=batch["dones"],
             gamma=self.cfg.algorithm.gamma,
             gae_lambda=self.cfg.algorithm.gae_lambda,
@@ -83,9 +154,15 @@ class WAMLearner(EmbodiedFSDPActor):
             reward_type=self.cfg.algorithm.reward_type,
             loss_mask=batch["loss_mask"],
             loss_mask_sum=batch["loss_mask_sum"],
+            degenerate=rl.degenerate,
+            min_group_std=rl.min_group_std,
+            reconstruction_reward=batch.get("reconstruction_reward"),
+            reconstruction_mask=batch.get("reconstruction_mask"),
+            lambda_rec=rl.lambda_rec,
+            lambda_step=rl.lambda_step,
         )
         batch.update(advantages)
-        return {"macro_steps": float(counting_rows(flatten_time(batch)).numel())}
+        return metrics
 
     @Worker.timer("run_training")
     def run_training(self, input_channel: Channel | None = None) -> dict[str, float]:
@@ -105,15 +182,20 @@ class WAMLearner(EmbodiedFSDPActor):
         self.model.train()
         metrics: dict[str, list[float]] = {}
         if input_channel is None:
+            append_to_dict(metrics, self._judged)
             trained = self._update(flatten_time(self.rollout_batch), metrics, is_first=True)
         else:
             trained = 0
             for epoch in range(self.cfg.env.train.rollout_epoch):
-                rows = self._receive_epoch(input_channel)
+                self.rollout_batch = self._receive_epoch(input_channel)
+                append_to_dict(metrics, self._judge(self.rollout_batch))
+                rows = flatten_time(self.rollout_batch)
                 trained += self._update(rows, metrics, is_first=epoch == 0)
-        if trained:
+        if trained and self.optimizer is not None:
             self.lr_scheduler.step()
-        self.optimizer.zero_grad()
+            self.optimizer.zero_grad()
+        if self.video is not None:
+            self._train_video(metrics)
         return {**self._reduced(metrics), "macro_steps": float(trained)}
 
     def _update(
@@ -129,6 +211,8 @@ class WAMLearner(EmbodiedFSDPActor):
         count = self._agreed_count(math.ceil(keep.numel() / per_rank))
         if count == 0:
             return 0
+        if self.optimizer is None:
+            return keep.numel()
         if keep.numel() == 0:  # other ranks have rows: one that does not count keeps step
             keep = torch.zeros(1, dtype=torch.int64)
         rows = select_rows(rows, keep)
@@ -146,21 +230,70 @@ class WAMLearner(EmbodiedFSDPActor):
                     part["weight"] = executed_steps(part["loss_mask"]) / max(share, 1e-9)
                     is_last = index == len(parts) - 1
                     self.train_micro_batch(part, metrics, is_last=is_last)
-                grad_norm, rates = self.optimizer_step()
-                append_to_dict(metrics, {"actor/grad_norm": float(grad_norm), "actor/lr": rates[0]})
+                norm = self._step(self.optimizer, self.action_parameters)
+                rate = self.optimizer.param_groups[0]["lr"]
+                append_to_dict(metrics, {"actor/grad_norm": norm, "actor/lr": rate})
         return executed_steps(rows["loss_mask"])
 
     def _receive_epoch(self, input_channel: Channel) -> dict[str, Any]:
-        """Receive this rank's micro-batches of one rollout epoch and join them."""
+        """Receive this rank's micro-batches of one rollout epoch and lay them out as [T,B,...].
+
+        They arrive one source after the other, each in time-major order.
+        """
         cfg = self.cfg
         chunks = cfg.env.train.max_steps_per_rollout_epoch // cfg.actor.model.num_action_chunks
-        rows = cfg.env.train.total_num_envs * chunks // self._world_size
+        sources = self._component_placement.get_world_size("env") * self.stage_num
         key = CommMapper.build_channel_key(self._rank, self._rank, "pipeline_actor")
-        parts = [
-            unpack_batch(input_channel.get(key=key))
-            for _ in range(rows // cfg.actor.micro_batch_size)
-        ]
-        return merge_batch_values(parts)
+        shards = []
+        for _, size in CommMapper.get_src_ranks(
+            cfg.env.train.total_num_envs, sources, self._world_size, self._rank
+        ):
+            parts = [
+                unpack_batch(input_channel.get(key=key))
+                for _ in range(size * chunks // cfg.actor.micro_batch_size)
+            ]
+            shards.append(unflatten_time(merge_batch_values(parts), chunks))
+        return merge_batch_values(shards, dim=1)
+
+    def _train_video(self, metrics: dict[str, list[float]]) -> None:
+        """Train the adapters on windows of successes, when this iteration is due."""
+        video, config = self.video, self.policy_config
+        if not video.is_due(self.version):
+            return
+        # every rank must take the steps, so every rank must have something to learn from
+        if -self._agreed_count(-len(video.buffer)) == 0:
+            return
+        video.calibrate(
+            self.model, flatten_time(self.rollout_batch)["forward_inputs"], self._gathered
+        )
+        ratio = config.action_horizon // (config.num_video_frames - 1)
+        for step in range(video.options.steps):
+            self.video_optimizer.zero_grad()
+            loss = video.loss(self.model, config.action_horizon, ratio, self.version, step)
+            if not math.isfinite(loss.total.item()):
+                raise FloatingPointError(
+                    f"the video loss is {loss.total.item()} at iteration {self.version}; lower "
+                    "RL.video_sft.lr"
+                )
+            loss.total.backward()
+            norm = self._step(self.video_optimizer, self.video_parameters)
+            video.follow(loss)
+            values = {name: float(value) for name, value in loss.metrics.items()}
+            append_to_dict(metrics, {**values, "video/grad_norm": norm})
+        self.video_optimizer.zero_grad()
+
+    def _step(self, optimizer: torch.optim.Optimizer, parameters: list[Tensor]) -> float:
+        """Clip the gradients of one half and step; returns their norm before clipping."""
+        self.grad_scaler.unscale_(optimizer)
+        norm = clip_gradients(self.model, parameters, self.cfg.actor.optim.clip_grad)
+        if not math.isfinite(norm):
+            raise FloatingPointError(
+                f"the gradient norm is {norm} at iteration {self.version}; lower the learning rate"
+            )
+        self.grad_scaler.step(optimizer)
+        self.grad_scaler.update()
+        self.optimizer_steps += 1
+        return norm
 
     def train_micro_batch(
         self, micro_batch: dict[str, Any], metrics: dict[str, list[float]], *, is_last: bool
@@ -197,7 +330,9 @@ class WAMLearner(EmbodiedFSDPActor):
             append_to_dict(metrics, values)
 
     def save_checkpoint(self, save_path: str, step: int = 0) -> None:
-        """Write what trains: weights, optimiser, schedule. Never the frozen base.
+        """Write what training changes: weights, optimisers, schedule, normaliser, buffer index.
+
+        Never the frozen base. What differs between ranks goes into a file of each rank.
 
         Args:
             save_path: folder, which exists.
@@ -206,16 +341,23 @@ class WAMLearner(EmbodiedFSDPActor):
         options = StateDictOptions(
             full_state_dict=True, cpu_offload=True, ignore_frozen_params=True
         )
-        state = {
-            "step": step,
-            "model": get_model_state_dict(self.model, options=options),
-            "optimizer": get_optimizer_state_dict(self.model, self.optimizer, options=options),
-            "lr_scheduler": self.lr_scheduler.state_dict(),
+        optimizers = {
+            name: get_optimizer_state_dict(self.model, optimizer, options=options)
+            for name, optimizer in self._optimizers().items()
         }
+        model = get_model_state_dict(self.model, options=options)
         if self._rank == 0:
             trained = set(self.param_names_need_sync)
-            state["model"] = {k: v for k, v in state["model"].items() if k in trained}
+            state = {
+                "step": step,
+                "model": {name: value for name, value in model.items() if name in trained},
+                "optimizers": optimizers,
+                "lr_scheduler": self.lr_scheduler.state_dict() if self.lr_scheduler else None,
+                "normaliser": self.imagination.state_dict() if self.imagination else None,
+            }
             write_learner(save_path, state)
+        if self.video is not None:
+            write_learner(save_path, self.video.state_dict(), rank=self._rank)
 
     def load_checkpoint(self, load_path: str) -> None:
         """Continue from a folder :meth:`save_checkpoint` wrote."""
@@ -229,8 +371,20 @@ class WAMLearner(EmbodiedFSDPActor):
             )
         options = StateDictOptions(full_state_dict=True, strict=False, ignore_frozen_params=True)
         set_model_state_dict(self.model, state["model"], options=options)
-        set_optimizer_state_dict(self.model, self.optimizer, state["optimizer"], options=options)
-        self.lr_scheduler.load_state_dict(state["lr_scheduler"])
+        for name, optimizer in self._optimizers().items():
+            set_optimizer_state_dict(
+                self.model, optimizer, state["optimizers"][name], options=options
+            )
+        if self.lr_scheduler is not None:
+            self.lr_scheduler.load_state_dict(state["lr_scheduler"])
+        if self.imagination is not None:
+            self.imagination.load_state_dict(state["normaliser"])
+        if self.video is not None:
+            self.video.load_state_dict(read_learner(load_path, rank=self._rank))
+
+    def _optimizers(self) -> dict[str, torch.optim.Optimizer]:
+        both = {"action": self.optimizer, "video": self.video_optimizer}
+        return {name: optimizer for name, optimizer in both.items() if optimizer is not None}
 
     def _score(self, rows: dict[str, Any]) -> Tensor:
         with self.amp_context:
@@ -241,6 +395,26 @@ class WAMLearner(EmbodiedFSDPActor):
                 logprobs
             )
         return logprobs
+
+    def _gathered(self, vector: Tensor) -> list[Tensor]:
+        """Return a vector of every rank, in the order of ranks."""
+        vector = vector.to(self.device)
+        gathered = [torch.empty_like(vector) for _ in range(self._world_size)]
+        torch.distributed.all_gather(gathered, vector)
+        return [piece.cpu() for piece in gathered]
+
+    def _save_pictures(self, batch: dict[str, Any]) -> None:
+        if self._rank == 0:
+            rows, result = flatten_time(batch), self.imagination.last
+            count = len(result.imagined)
+            folder = Path(self.cfg.runner.logger.log_path) / "pictures"
+            save_imagination(
+                folder / f"iteration_{self.version + 1:04d}.png",
+                current=rows["forward_inputs"]["image"][:count],
+                imagined=result.imagined,
+                executed=rows["next_obs"]["future_frames"][:count],
+                rewards=result.reward[:count],
+            )
 
     @torch.no_grad()
     def _rescore(self, rows: dict[str, Any], metrics: dict[str, list[float]]) -> None:

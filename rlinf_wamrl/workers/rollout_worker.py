@@ -140,9 +140,18 @@ class WAMRolloutWorker(MultiStepRolloutWorker):
             if part is not None:
                 actor_channel.put(pack_message(self._completed(part)), async_op=True)
 
-    @staticmethod
-    def _completed(part: EnvPart) -> EnvPart:
-        return part.complete(next_obs=part.next_obs, next_rlt_obs=None, final_prev_values=None)
+    def _completed(self, part: EnvPart) -> EnvPart:
+        """Prepare the captured frames as the model sees pictures."""
+        after = part.next_obs
+        if after is not None:
+            processor = self.hf_model.processor
+            main, wrist = after["future_frames"].movedim(-3, -1).chunk(2, dim=-2)
+            after = {
+                "future_frames": processor.images(main, wrist),
+                "future_states": processor.proprio(after["future_states"]),
+                "future_frames_mask": after["future_frames_mask"],
+            }
+        return part.complete(next_obs=after, next_rlt_obs=None, final_prev_values=None)
 
     def _send_actions(
         self, channel: Channel, actions: Any, stage: int, tag: str, batch_size: int
