@@ -99,7 +99,7 @@ class ReconstructionConfig:
 class VideoSFTConfig:
     """Training of the video expert's adapters on successful episodes."""
 
-    enabled: bool = False
+    enabled: bool = True
     """Train the video half at all."""
     every: int = 1
     """Iterations between two phases of video training."""
@@ -197,7 +197,7 @@ class RLConfig:
     """Learning rate of the action expert and the proprio encoder."""
     task_reward_weight: float = 1.0
     """Weight of the task reward in the return; 0 learns from reconstruction alone."""
-    lambda_rec: float = 0.0
+    lambda_rec: float = 0.1
     """Weight of the mean reconstruction reward in the return; 0 imagines nothing."""
     lambda_step: float = 0.0
     """Weight of its per-step part in the advantage."""

@@ -14,6 +14,7 @@ from rlinf_wamrl.config.compose import compose_run, compose_typed, shipped_confi
 from rlinf_wamrl.config.errors import ConfigError
 from rlinf_wamrl.pretrain import config as pretrain_config
 
+ABLATIONS = Path(__file__).parents[2] / "configs" / "ablation"
 EXAMPLE = Path(__file__).parents[2] / "examples" / "libero_wamrl.yaml"
 
 
@@ -69,10 +70,14 @@ def test_overrides_reach_every_section_that_shares_a_value():
         ("env.train.auto_reset=true", "env.train.auto_reset must be False"),
         ("env.train.task_suite_name=libero_nine", "env.train.task_suite_name=.libero_nine"),
         ("env.train.task_ids=[9]", r"env.train.task_ids=\[9\].*lift the red cube"),
-        ("actor.global_batch_size=48", "multiple of actor.micro_batch_size x actor ranks = 32 x 1"),
+        ("actor.global_batch_size=48", "multiple of actor.micro_batch_size x actor ranks = 64 x 1"),
         ("actor.model.precision=fp8", "must be one of fp32, bf16, got 'fp8'"),
         ("actor.model.model_path=nowhere", "'nowhere' is neither a folder nor a checkpoint"),
-        ("RL.window=[1]", "needs RL.stochastic_steps: window"),
+        ("RL.stochastic_steps=all", "needs RL.stochastic_steps: window"),
+        ("RL.window=[]", "RL.window must list ascending step indices within 0..4"),
+        ("RL.lambda_rec=-1", "RL.lambda_rec must not be negative"),
+        ("RL.reconstruction.similarity=dino", "set RL.reconstruction.encoder_path"),
+        ("env.train.action_video_freq_ratio=3", "RL.video_sft needs pictures at even distances"),
         ("RL.dual_clip=1", "RL.dual_clip must be above 1"),
         ("RL.degenerate=skip", "RL.degenerate must be one of drop, rec_only, keep"),
         ("RL.sde=ddpm", "RL.sde must be one of sde, cps"),
@@ -96,7 +101,7 @@ def test_window_steps_must_lie_on_the_grid():
 
 def test_cps_refuses_a_stochastic_last_step():
     with pytest.raises(ConfigError, match="cps has no noise at the last step"):
-        compose("RL.sde=cps", "RL.ignore_last=false")
+        compose("RL.sde=cps", "RL.window=[0,4]")
 
 
 def test_a_missing_file_and_broken_yaml_are_said_in_words(tmp_path):
@@ -130,6 +135,26 @@ def test_an_unplaced_component_is_named():
     run.cluster.component_placement = {"actor": 0}
     with pytest.raises(ConfigError, match="places no 'env'"):
         world_size(run, "env")
+
+
+@pytest.mark.parametrize("name", sorted(path.stem for path in ABLATIONS.glob("*.yaml")))
+def test_every_ablation_composes(name):
+    run = compose(f"+ablation={name}")
+    assert run.RL.train_actions or run.RL.video_sft.enabled
+
+
+def test_ablations_switch_what_they_are_named_after():
+    actor_only, no_kl = compose("+ablation=actor_only"), compose("+ablation=no_kl")
+    assert not actor_only.RL.video_sft.enabled and actor_only.RL.lambda_rec == 0
+    assert no_kl.RL.video_sft.enabled and no_kl.RL.video_sft.lambda_kl == 0
+    assert not compose("+ablation=video_only").RL.train_actions
+    assert compose("+ablation=recon_only").RL.task_reward_weight == 0
+    assert compose("+ablation=reward_flow").RL.reconstruction.similarity == "optical_flow"
+
+
+def test_nothing_to_train_is_refused():
+    with pytest.raises(ConfigError, match="nothing would train"):
+        compose("RL.train_actions=false", "RL.video_sft.enabled=false")
 
 
 def test_the_pretraining_recipe_composes():
