@@ -63,6 +63,7 @@ _CHOICES = {
     "RL.degenerate": ("drop", "rec_only", "keep"),
     "RL.reconstruction.source": ("frozen", "live", "rollout"),
     "RL.reconstruction.similarity": ("pixel_mse", "optical_flow", "dino", "vjepa"),
+    "RL.reconstruction.placement": ("learner", "worker"),
     "RL.reconstruction.compare": ("pixels", "vae_roundtrip"),
     "RL.reconstruction.weight": ("uniform", "motion"),
     "RL.task_choice.mode": ("uniform", "learnable", "hard"),
@@ -232,6 +233,13 @@ def _check_halves(run: DictConfig) -> None:
             f"RL.reconstruction.similarity = {rl.reconstruction.similarity} needs the folder of a "
             "transformers model: set RL.reconstruction.encoder_path"
         )
+    if rl.reconstruction.placement == "worker":
+        if rl.reconstruction.source != "frozen":
+            raise ConfigError(
+                "RL.reconstruction.placement: worker imagines with the pretrained video expert; "
+                f"source {rl.reconstruction.source!r} needs placement: learner"
+            )
+        world_size(run, "reward")
     ratio = env.action_video_freq_ratio
     if rl.video_sft.enabled and (chunk % ratio or env.num_future_frames * ratio < chunk - ratio):
         raise ConfigError(
@@ -295,11 +303,11 @@ def _check_model(run: DictConfig) -> None:
     ratio = config.action_horizon / (config.num_video_frames - 1)
     for side in ("train", "eval"):
         given = run.env[side].action_video_freq_ratio
-        if given != ratio:
+        if ratio % given:
             raise ConfigError(
-                f"env.{side}.action_video_freq_ratio = {given}, but the model imagines a frame "
-                f"every {ratio:g} actions ({config.num_video_frames} frames over "
-                f"{config.action_horizon} actions)"
+                f"env.{side}.action_video_freq_ratio = {given} captures no frame where the model "
+                f"imagines one, every {ratio:g} actions ({config.num_video_frames} frames over "
+                f"{config.action_horizon} actions): use {ratio:g} or a divisor of it"
             )
     for message in checkpoint.warnings:
         warnings.warn(message, stacklevel=2)

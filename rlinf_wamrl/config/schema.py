@@ -93,6 +93,9 @@ class ReconstructionConfig:
     """uniform, or motion: half of the weight goes to where something moves."""
     max_batch: int = 32
     """Macro-steps imagined at a time; bounds memory."""
+    placement: str = "learner"
+    """learner, or worker: a reward component of its own, placed by
+    ``cluster.component_placement``; it imagines while the rollout goes on."""
 
 
 @dataclass
@@ -557,8 +560,14 @@ class WeightSyncerConfig:
 class RewardConfig:
     """RLinf's reward component."""
 
+    group_name: str = "RewardGroup"
+    """RLinf worker group name."""
     use_reward_model: bool = False
-    """Run a reward worker."""
+    """RLinf's own reward models; must stay false (see ``RL.reconstruction.placement``)."""
+    env_reward_weight: float = II("RL.task_reward_weight")
+    """Weight of the task reward in RLinf's combined reward."""
+    reward_weight: float = II("RL.lambda_rec")
+    """Weight of the raw reconstruction reward in it."""
 
 
 @dataclass

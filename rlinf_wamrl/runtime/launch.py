@@ -52,6 +52,7 @@ def _run_on_cluster(cfg: DictConfig, console: Console, started: float) -> None:
     from rlinf_wamrl.runtime.runner import WAMRunner
     from rlinf_wamrl.workers.env_worker import WAMEnvWorker
     from rlinf_wamrl.workers.learner import WAMLearner
+    from rlinf_wamrl.workers.reward_worker import WAMRewardWorker
     from rlinf_wamrl.workers.rollout_worker import WAMRolloutWorker
 
     cfg = _validated_by_rlinf(_for_rlinf(cfg), validate_cfg)
@@ -60,9 +61,12 @@ def _run_on_cluster(cfg: DictConfig, console: Console, started: float) -> None:
     console.phase("starting workers")
     placement = HybridComponentPlacement(cfg, cluster)
     groups = {}
+    uses_reward_worker = cfg.RL.lambda_rec > 0 and cfg.RL.reconstruction.placement == "worker"
     classes = {"rollout": WAMRolloutWorker, "env": WAMEnvWorker}
     if not cfg.runner.only_eval:
         classes["actor"] = WAMLearner
+        if uses_reward_worker:
+            classes["reward"] = WAMRewardWorker
     for component, worker in classes.items():
         groups[component] = worker.create_group(cfg).launch(
             cluster,

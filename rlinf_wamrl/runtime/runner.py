@@ -51,7 +51,13 @@ class WAMRunner(EmbodiedRunner):
     """Rollout, advantages, update, evaluation, checkpoint; one summary line per iteration."""
 
     def __init__(
-        self, cfg: DictConfig, rollout: Any, env: Any, console: Console, actor: Any = None
+        self,
+        cfg: DictConfig,
+        rollout: Any,
+        env: Any,
+        console: Console,
+        actor: Any = None,
+        reward: Any = None,
     ) -> None:
         """Join the worker groups; channels are created here.
 
@@ -61,9 +67,10 @@ class WAMRunner(EmbodiedRunner):
             env: group of env workers.
             console: where progress goes.
             actor: group of learners; None when the run only evaluates.
+            reward: group of reward workers; None when the learner imagines.
         """
         with own_actor_channel(cfg):
-            super().__init__(cfg=cfg, actor=actor, rollout=rollout, env=env)
+            super().__init__(cfg=cfg, actor=actor, rollout=rollout, env=env, reward=reward)
         self.console = console
         self.run_folder = Path(cfg.runner.logger.log_path)
         self.rollout_index = 0
@@ -208,7 +215,7 @@ class WAMRunner(EmbodiedRunner):
         env_handle = self.env.interact(
             input_channel=self.env_channel,
             rollout_channel=self.rollout_channel,
-            reward_channel=None,
+            reward_channel=self.reward_channel,
             actor_channel=self.actor_channel,
         )
         rollout_handle = self.rollout.generate(
@@ -216,6 +223,10 @@ class WAMRunner(EmbodiedRunner):
             output_channel=self.env_channel,
             actor_channel=self.actor_channel,
         )
+        if self.reward is not None:
+            self.reward.compute_rewards(
+                input_channel=self.reward_channel, output_channel=self.env_channel
+            )
         return env_handle, rollout_handle
 
     def _episode_metrics(self, env_results: list[dict[str, Any]]) -> dict[str, float]:

@@ -16,6 +16,7 @@ __all__ = [
     "mini_batches",
     "rows_of",
     "select_rows",
+    "task_rewards",
     "unflatten_time",
 ]
 
@@ -30,6 +31,19 @@ def flatten_time(batch: dict[str, Any]) -> dict[str, Any]:
         elif value is not None:
             rows[name] = value[:chunks].flatten(0, 1)
     return rows
+
+
+def task_rewards(batch: dict[str, Any]) -> Tensor:
+    """Return the task's own rewards [T,B,C] of a rollout.
+
+    With a reward component ``rewards`` is a weighted sum, and the task's part travels beside it.
+    """
+    after = batch.get("next_obs", {})
+    if "task_reward" not in after:
+        return batch["rewards"]
+    alone = torch.zeros_like(batch["rewards"])
+    alone[..., -1] = after["task_reward"]
+    return alone
 
 
 def unflatten_time(rows: dict[str, Any], chunks: int) -> dict[str, Any]:

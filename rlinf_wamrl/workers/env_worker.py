@@ -23,12 +23,16 @@ from rlinf_wamrl.data.interface import (
 )
 from rlinf_wamrl.policy import RECORD_IDS
 from rlinf_wamrl.workers.messages import pack_observation_shards, pack_request_shards
+from rlinf_wamrl.workers.reward_worker import REWARD_TAG
 from rlinf_wamrl.workers.trajectory_channel import PROGRESS_KEY
 
 __all__ = ["FUTURE_KEYS", "WAMEnvWorker", "policy_observation"]
 
 FUTURE_KEYS = ("future_frames", "future_states", "future_frames_mask")
 """Observation entries that describe the chunk just executed."""
+
+AFTER_KEYS = (*FUTURE_KEYS, "task_reward", "reconstruction_raw")
+"""What of it reaches the learner; the last two only with a reward component."""
 
 TRAIN_INPUT_TAG = "train_policy_input"
 TRAIN_ACTIONS_TAG = "train_actions"
@@ -69,12 +73,18 @@ class WAMEnvWorker(EnvWorker):
         progress = _Progress(actor_channel, self._rank, self.stage_num)
         for epoch in range(self.rollout_epoch):
             first = self._bootstrap_epoch(rollout_channel, epoch)
+            before = list(first)
             for chunk in range(self.n_train_chunk_steps):
                 is_last = chunk == self.n_train_chunk_steps - 1
                 for stage in range(self.stage_num):
                     actions = self._receive_actions(input_channel, stage, TRAIN_ACTIONS_TAG)
                     output, episode = self._step(self.env_list[stage], actions)
                     progress.report(stage, episode, is_last)
+                    if reward_channel is not None:
+                        output = self._rewarded(
+                            before[stage], output, stage, reward_channel, input_channel
+                        )
+                    before[stage] = output
                     initial = first[stage].transition if chunk == 0 else None
                     self._send_train_input(
                         rollout_channel, output, epoch, stage, chunk + 1, initial, is_last
@@ -114,6 +124,44 @@ class WAMEnvWorker(EnvWorker):
         )
         return EnvOutput(obs=observation, transition=transition), infos[-1]["episode"]
 
+    def _rewarded(
+        self,
+        before: EnvOutput,
+        after: EnvOutput,
+        stage: int,
+        reward_channel: Channel,
+        input_channel: Channel,
+    ) -> EnvOutput:
+        """Ask the reward component about the chunk between two outputs; returns the second with it.
+
+        The raw reward also travels beside the frames: the learner normalises it and keeps it apart
+        from the task's.
+        """
+        chunk = policy_observation(before)
+        chunk.update({name: after.obs[name] for name in (*FUTURE_KEYS, "executed_mask")})
+        self.send_to(
+            group_name=self.cfg.reward.group_name,
+            channel=reward_channel,
+            data=chunk,
+            tag=REWARD_TAG,
+            route_key=stage,
+            batch_size=self.train_batch_size,
+            split_fn=pack_observation_shards,
+        )
+        reward = self.recv_from(
+            group_name=self.cfg.reward.group_name,
+            channel=input_channel,
+            tag=REWARD_TAG,
+            route_key=stage,
+            batch_size=self.train_batch_size,
+        )
+        transition = after.transition
+        after.obs["task_reward"] = transition.rewards.sum(dim=1)
+        after.obs["reconstruction_raw"] = reward.sum(dim=1)
+        return EnvOutput(
+            obs=after.obs, transition=transition.with_trajectory_data(reward_model_output=reward)
+        )
+
     def _send_train_input(
         self,
         channel: Channel,
@@ -129,7 +177,9 @@ class WAMEnvWorker(EnvWorker):
         parts: list[EnvPart | None] = [None]
         if chunk > 0:
             future = (
-                {name: output.obs[name] for name in FUTURE_KEYS} if self._keeps_future else None
+                {name: output.obs[name] for name in AFTER_KEYS if name in output.obs}
+                if self._keeps_future
+                else None
             )
             parts = [
                 EnvPart(

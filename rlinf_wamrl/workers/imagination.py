@@ -9,9 +9,9 @@ from omegaconf import DictConfig
 from torch import Tensor
 
 from rlinf_wamrl.rl.moments import Moments, RunningNormaliser
-from rlinf_wamrl.rl.reward import ReconstructionReward, RewardSettings
+from rlinf_wamrl.rl.reward import ReconstructionReward, RewardSettings, reached_frames
 from rlinf_wamrl.rl.similarity import build_similarity
-from rlinf_wamrl.workers.batches import flatten_time
+from rlinf_wamrl.workers.batches import flatten_time, task_rewards
 
 __all__ = ["ImaginationReward", "model_frames"]
 
@@ -49,6 +49,8 @@ class ImaginationReward:
     ) -> dict[str, float]:
         """Add ``reconstruction_reward`` (normalised) and ``reconstruction_mask``, [T,B] each.
 
+        Raw rewards of a reward component are taken as they are; without one they are made here.
+
         Args:
             forward: the (sharded) policy's ``forward``.
             batch: the iteration's rollouts [T,B,...], with ``next_obs`` frames.
@@ -57,27 +59,35 @@ class ImaginationReward:
         Returns:
             Metrics: mean raw reward, also of macro-steps of successes and of failures apart.
         """
-        chunks, episodes = batch["prev_logprobs"].shape[:2]
         rows = flatten_time(batch)
-        result = forward(
-            forward_type="imagination_rewards",
-            records=rows["forward_inputs"],
-            frames=rows["next_obs"],
-            settings=self.settings,
-            similarity=self.similarity,
-            keep_imagined=PICTURES,
-        )
-        self.last = result
-        piece = Moments.of(result.reward[result.mask])
+        records, frames = rows["forward_inputs"], rows["next_obs"]
+        if "reconstruction_raw" in frames:
+            reward = frames["reconstruction_raw"]
+            mask = reached_frames(
+                records["executed_mask"],
+                frames["future_frames_mask"],
+                self.settings.action_video_freq_ratio,
+            ).any(dim=1)
+        else:
+            self.last = forward(
+                forward_type="imagination_rewards",
+                records=records,
+                frames=frames,
+                settings=self.settings,
+                similarity=self.similarity,
+                keep_imagined=PICTURES,
+            )
+            reward, mask = self.last.reward, self.last.mask
+        piece = Moments.of(reward[mask])
         self.normaliser.update([piece.with_vector(vector) for vector in gather(piece.to_vector())])
-        normalised = self.normaliser.normalise(result.reward, result.mask)
-        batch["reconstruction_reward"] = normalised.view(chunks, episodes)
-        batch["reconstruction_mask"] = result.mask.view(chunks, episodes)
-        succeeded = (batch["rewards"].sum(dim=(0, 2)) > 0).expand(chunks, episodes).flatten()
+        shape = batch["prev_logprobs"].shape[:2]
+        batch["reconstruction_reward"] = self.normaliser.normalise(reward, mask).view(shape)
+        batch["reconstruction_mask"] = mask.view(shape)
+        succeeded = (task_rewards(batch).sum(dim=(0, 2)) > 0).expand(shape).flatten()
         return {
-            "reward/reconstruction": _mean(result.reward, result.mask),
-            "reward/reconstruction_success": _mean(result.reward, result.mask & succeeded),
-            "reward/reconstruction_failure": _mean(result.reward, result.mask & ~succeeded),
+            "reward/reconstruction": _mean(reward, mask),
+            "reward/reconstruction_success": _mean(reward, mask & succeeded),
+            "reward/reconstruction_failure": _mean(reward, mask & ~succeeded),
             "reward/normaliser_mean": self.normaliser.mean,
             "reward/normaliser_std": self.normaliser.std,
         }

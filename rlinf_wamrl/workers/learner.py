@@ -40,6 +40,7 @@ from rlinf_wamrl.workers.batches import (
     mini_batches,
     rows_of,
     select_rows,
+    task_rewards,
     unflatten_time,
 )
 from rlinf_wamrl.workers.gradients import clip_gradients
@@ -146,7 +147,7 @@ class WAMLearner(EmbodiedFSDPActor):
         advantages = calculate_adv_and_returns(
             task_type=self.cfg.runner.task_type,
             adv_type=self.cfg.algorithm.adv_type,
-            rewards=batch["rewards"] * rl.task_reward_weight,
+            rewards=task_rewards(batch) * rl.task_reward_weight,
             dones=batch["dones"],
             gamma=self.cfg.algorithm.gamma,
             gae_lambda=self.cfg.algorithm.gae_lambda,
@@ -404,7 +405,7 @@ class WAMLearner(EmbodiedFSDPActor):
         return [piece.cpu() for piece in gathered]
 
     def _save_pictures(self, batch: dict[str, Any]) -> None:
-        if self._rank == 0:
+        if self._rank == 0 and self.imagination.last is not None:
             rows, result = flatten_time(batch), self.imagination.last
             count = len(result.imagined)
             folder = Path(self.cfg.runner.logger.log_path) / "pictures"

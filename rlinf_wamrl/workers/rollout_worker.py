@@ -147,9 +147,9 @@ class WAMRolloutWorker(MultiStepRolloutWorker):
             processor = self.hf_model.processor
             main, wrist = after["future_frames"].movedim(-3, -1).chunk(2, dim=-2)
             after = {
+                **after,
                 "future_frames": processor.images(main, wrist),
                 "future_states": processor.proprio(after["future_states"]),
-                "future_frames_mask": after["future_frames_mask"],
             }
         return part.complete(next_obs=after, next_rlt_obs=None, final_prev_values=None)
 

@@ -16,6 +16,7 @@ from rlinf_wamrl.policy import unpack_instructions
 from rlinf_wamrl.policy_training import VideoLoss
 from rlinf_wamrl.rl.losses import FeatureStatistics
 from rlinf_wamrl.rl.moments import Moments
+from rlinf_wamrl.workers.batches import task_rewards
 
 __all__ = ["VideoHalf", "success_episodes"]
 
@@ -123,7 +124,8 @@ def success_episodes(batch: Mapping[str, Any], stride: int) -> list[SuccessEpiso
     chunk = executed.shape[2]
     inside = chunk // stride - 1
     episodes = []
-    for column in (batch["rewards"].sum(dim=(0, 2)) > 0).nonzero().flatten().tolist():
+    solved = task_rewards(batch).sum(dim=(0, 2)) > 0
+    for column in solved.nonzero().flatten().tolist():
         counts = executed[:, column].sum(dim=1)
         chunks, steps = int((counts > 0).sum()), int(counts.sum())
         frames = torch.cat(

@@ -1,0 +1,100 @@
+"""The reward component: imagines in its own process, perhaps on its own accelerator.
+
+The env worker sends each executed chunk and gets ``[B, C]`` back, RLinf's shape of a reward model's
+output. Imagination is by the pretrained video expert, so this worker never needs new weights.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from omegaconf import DictConfig
+from rlinf.models import get_model
+from rlinf.scheduler import Channel, Worker
+from torch import Tensor
+
+from rlinf_wamrl.data.wire import unpack_message
+from rlinf_wamrl.policy import pack_instructions
+from rlinf_wamrl.rl.reward import place_in_last_executed
+from rlinf_wamrl.workers.imagination import ImaginationReward
+from rlinf_wamrl.workers.messages import merge_observations, observation_rows
+
+__all__ = ["REWARD_TAG", "WAMRewardWorker"]
+
+REWARD_TAG = "train_reconstruction"
+
+
+class WAMRewardWorker(Worker):
+    """Scores the chunks of one iteration, one request per chunk and pipeline stage."""
+
+    def __init__(self, cfg: DictConfig) -> None:
+        """Read the sizes; the model is built in ``init_worker``."""
+        super().__init__()
+        self.cfg = cfg
+        env = cfg.env.train
+        self.stage_num = cfg.rollout.pipeline_stage_num
+        self.batch_size = env.total_num_envs // self.stage_num
+        chunks = env.max_steps_per_rollout_epoch // cfg.actor.model.num_action_chunks
+        self.requests = env.rollout_epoch * chunks
+
+    def init_worker(self) -> None:
+        """Build the policy and the measure."""
+        self.policy = get_model(self.cfg.actor.model).eval()
+        self.imagination = ImaginationReward(self.cfg, self.policy.device)
+
+    @Worker.timer("compute_rewards")
+    async def compute_rewards(self, input_channel: Channel, output_channel: Channel) -> None:
+        """Serve one iteration."""
+        for _ in range(self.requests):
+            for stage in range(self.stage_num):
+                received = await self.recv_from(
+                    group_name=self.cfg.env.group_name,
+                    channel=input_channel,
+                    tag=REWARD_TAG,
+                    route_key=stage,
+                    async_op=True,
+                    batch_size=self.batch_size,
+                    merge_fn=merge_observations,
+                    infer_batch_size_fn=observation_rows,
+                ).async_wait()
+                chunk = received if "states" in received else unpack_message(received)
+                self.send_to(
+                    group_name=self.cfg.env.group_name,
+                    channel=output_channel,
+                    data=self.score(chunk),
+                    tag=REWARD_TAG,
+                    route_key=stage,
+                    async_op=True,
+                    batch_size=self.batch_size,
+                )
+
+    @torch.no_grad()
+    def score(self, chunk: dict[str, Any]) -> Tensor:
+        """Return the raw rewards [B,C] of executed chunks, in the last executed slot of each.
+
+        Args:
+            chunk: the observation before it (RLinf's keys and the record's integers) with
+                ``future_frames``, ``future_frames_mask`` and ``executed_mask`` of what ran.
+        """
+        processor = self.policy.processor
+        main, wrist = chunk["future_frames"].movedim(-3, -1).chunk(2, dim=-2)
+        records = {
+            "image": processor.images(chunk["main_images"], chunk["wrist_images"]),
+            "proprio": processor.proprio(chunk["states"]),
+            "instruction": pack_instructions(chunk["task_descriptions"]),
+            "executed_mask": chunk["executed_mask"],
+            "episode_id": chunk["episode_id"],
+            "elapsed_steps": chunk["elapsed_steps"],
+        }
+        result = self.policy(
+            forward_type="imagination_rewards",
+            records=records,
+            frames={
+                "future_frames": processor.images(main, wrist),
+                "future_frames_mask": chunk["future_frames_mask"],
+            },
+            settings=self.imagination.settings,
+            similarity=self.imagination.similarity,
+        )
+        return place_in_last_executed(result.reward, result.mask, chunk["executed_mask"])
