@@ -114,10 +114,11 @@ def video_loss(
         statistics: variances of the feature KL; needed when ``lambda_kl`` is positive.
     """
     sample = training_sample(policy, windows)
+    video = policy.wam.encode_video(sample.pop("video"))
+    sample["video_latents"] = video
     total, metrics = video_sft_loss(policy.wam, sample, generator, lambda_action)
     if lambda_kl == 0 or statistics is None:
         return VideoLoss(total=total, metrics=metrics, live=None, frozen=None)
-    video = policy.wam.encode_video(sample["video"])
     state = WAMState(
         first_frame=video[:, :, :1].to(policy.dtype),
         context=sample["context"],

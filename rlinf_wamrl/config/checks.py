@@ -245,8 +245,8 @@ def _check_halves(run: DictConfig) -> None:
         raise ConfigError(
             "RL.video_sft needs pictures at even distances over a whole chunk: "
             f"actor.model.num_action_chunks = {chunk} must be a multiple of "
-            f"env.train.action_video_freq_ratio = {ratio}, and env.train.num_future_frames at least "
-            f"{chunk // ratio - 1}"
+            f"env.train.action_video_freq_ratio = {ratio}, and env.train.num_future_frames at "
+            f"least {chunk // ratio - 1}"
         )
 
 

@@ -71,6 +71,8 @@ class EvaluationConfig:
     """Actions executed before replanning."""
     denoising_steps: int = 5
     """K."""
+    init_state_range: list[int] = field(default_factory=lambda: [80, 200])
+    """[first, past the last] stored initial state; held out from recording."""
 
 
 @dataclass

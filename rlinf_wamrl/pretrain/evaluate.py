@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
-from rlinf_wamrl.config.derive import DEMO_STATES
 from rlinf_wamrl.envs.demo import SUITE_NAME
 from rlinf_wamrl.envs.rlinf_env import WAMLiberoEnv
 from rlinf_wamrl.policy import SamplingSettings, WAMPolicy
@@ -20,6 +19,7 @@ def evaluate_pretrained(
     pretrained: PretrainedWAM,
     demos: Any,
     settings: SamplingSettings,
+    states: Sequence[int],
     *,
     num_envs: int = 24,
     report: Callable[[str], None] = lambda _: None,
@@ -30,6 +30,7 @@ def evaluate_pretrained(
         pretrained: the checkpoint.
         demos: :class:`~rlinf_wamrl.pretrain.config.DemosConfig`; its tasks and pictures.
         settings: how actions are sampled.
+        states: [first, past the last] stored initial state.
         num_envs: environments side by side.
         report: called with progress lines.
 
@@ -45,7 +46,7 @@ def evaluate_pretrained(
     ).eval()
     results = {}
     for task_id in demos.task_ids:
-        first, past = DEMO_STATES["eval"]
+        first, past = states
         epochs = -(-(past - first) // num_envs)
         section = {
             "task_suite_name": SUITE_NAME,

@@ -80,7 +80,10 @@ def pretrain(cfg: DictConfig, report: Callable[[str], None] = print) -> Pretrain
     pretrained = PretrainedWAM(
         model=averaged, vae=vae, text_encoder=text_encoder, processor=processor
     )
-    solved = evaluate_pretrained(pretrained, cfg.demos, _evaluation_settings(cfg), report=report)
+    states = cfg.evaluation.init_state_range
+    solved = evaluate_pretrained(
+        pretrained, cfg.demos, _evaluation_settings(cfg), states, report=report
+    )
     pretrained = replace(
         pretrained,
         training={

@@ -61,6 +61,7 @@ def ray_session(cluster: DictConfig, log_folder: Path) -> Iterator[None]:
     def private_init(*args: Any, **kwargs: Any) -> Any:
         if kwargs.get("address") == "auto":
             raise ConnectionError("this run starts its own Ray")
+        kwargs["logging_level"] = "ERROR"
         return original(
             *args,
             num_cpus=cluster.num_cpus or os.cpu_count(),

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from omegaconf import DictConfig
@@ -30,6 +30,7 @@ from torch.distributed.checkpoint.state_dict import (
 
 from rlinf_wamrl.checkpoint import read_learner, write_learner
 from rlinf_wamrl.data.interface import Trajectory, merge_batch_values
+from rlinf_wamrl.files import atomic_path
 from rlinf_wamrl.report.pictures import save_imagination
 from rlinf_wamrl.wam.lora import trainable_set
 from rlinf_wamrl.workers.batches import (
@@ -272,9 +273,9 @@ class WAMLearner(EmbodiedFSDPActor):
             self.video_optimizer.zero_grad()
             loss = video.loss(self.model, config.action_horizon, ratio, self.version, step)
             if not math.isfinite(loss.total.item()):
-                raise FloatingPointError(
-                    f"the video loss is {loss.total.item()} at iteration {self.version}; lower "
-                    "RL.video_sft.lr"
+                self._stop_at(
+                    f"the video loss is {loss.total.item()}; lower RL.video_sft.lr",
+                    {name: float(value) for name, value in loss.metrics.items()},
                 )
             loss.total.backward()
             norm = self._step(self.video_optimizer, self.video_parameters)
@@ -283,14 +284,19 @@ class WAMLearner(EmbodiedFSDPActor):
             append_to_dict(metrics, {**values, "video/grad_norm": norm})
         self.video_optimizer.zero_grad()
 
+    def _stop_at(self, message: str, batch: dict[str, Any]) -> NoReturn:
+        """End the run at a number that is not finite, with what led to it saved for inspection."""
+        file = Path(self.cfg.runner.logger.log_path) / f"not_finite_rank_{self._rank}.pt"
+        with atomic_path(file) as temporary:
+            torch.save(batch, temporary)
+        raise FloatingPointError(f"iteration {self.version + 1}: {message} (batch in {file})")
+
     def _step(self, optimizer: torch.optim.Optimizer, parameters: list[Tensor]) -> float:
         """Clip the gradients of one half and step; returns their norm before clipping."""
         self.grad_scaler.unscale_(optimizer)
         norm = clip_gradients(self.model, parameters, self.cfg.actor.optim.clip_grad)
         if not math.isfinite(norm):
-            raise FloatingPointError(
-                f"the gradient norm is {norm} at iteration {self.version}; lower the learning rate"
-            )
+            self._stop_at(f"the gradient norm is {norm}; lower the learning rate", {})
         self.grad_scaler.step(optimizer)
         self.grad_scaler.update()
         self.optimizer_steps += 1
@@ -318,10 +324,11 @@ class WAMLearner(EmbodiedFSDPActor):
             clip_ratio_c=self.cfg.algorithm.clip_ratio_c,
         )
         if not math.isfinite(loss.item()):
-            raise FloatingPointError(
-                f"the PPO loss is {loss.item()} at iteration {self.version}; the inputs were "
-                f"log-probs in [{logprobs.min().item():.4g}, {logprobs.max().item():.4g}]. Lower "
-                "RL.action_lr or actor.optim.clip_grad, or start from another checkpoint"
+            self._stop_at(
+                f"the PPO loss is {loss.item()}, of log-probs in "
+                f"[{logprobs.min().item():.4g}, {logprobs.max().item():.4g}]; lower RL.action_lr "
+                "or actor.optim.clip_grad, or start from another checkpoint",
+                micro_batch,
             )
         if not metrics.get("actor/first_ratio"):
             metrics["actor/first_ratio"] = [values["actor/ratio"]]

@@ -1,0 +1,98 @@
+"""Recording and pretraining at the smallest size, on the real demo suite."""
+
+import numpy as np
+import pytest
+from omegaconf import OmegaConf
+
+from rlinf_wamrl.config.compose import compose_typed, shipped_config
+from rlinf_wamrl.pretrain.config import PretrainConfig
+from rlinf_wamrl.pretrain.dataset import load_successes, window_indices
+from rlinf_wamrl.pretrain.demos import episode_file, load_episode, record_demos
+from rlinf_wamrl.pretrain.train import pretrain
+from rlinf_wamrl.wam.pretrained import load_pretrained
+
+TINY = [
+    "demos.episodes_per_task=3",
+    "demos.num_processes=2",
+    "demos.init_state_range=[0,3]",
+    "train.steps=3",
+    "evaluation.init_state_range=[80,82]",
+    "model.video_dit_config.num_layers=1",
+    "model.action_dit_config.num_layers=1",
+]
+
+
+def config(folder):
+    overrides = [*TINY, f"demos_dir={folder}/demos", f"output_dir={folder}/model"]
+    return compose_typed(shipped_config("pretrain/small"), overrides, PretrainConfig)
+
+
+@pytest.fixture(scope="module")
+def recorded(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("pretrain")
+    cfg = config(folder)
+    return folder, cfg, record_demos(cfg.demos, cfg.demos_dir)
+
+
+def test_episodes_show_clean_labels_beside_noisy_executions(recorded):
+    folder, _, (successes, total) = recorded
+    assert total == 3 and successes >= 2
+    episodes = [load_episode(episode_file(folder / "demos", 0, n)) for n in range(3)]
+    for episode in episodes:
+        steps = len(episode.actions)
+        assert episode.main.shape == episode.wrist.shape == (steps + 1, 64, 64, 3)
+        assert episode.proprio.shape == (steps + 1, 8)
+        assert np.abs(episode.actions).max() <= 1.0 and np.abs(episode.executed_actions).max() <= 1
+        assert episode.instruction == "lift the red cube"
+    assert any((e.actions != e.executed_actions).any() for e in episodes)
+
+
+def test_recording_resumes_and_is_a_function_of_seed_task_and_number(recorded, tmp_path):
+    folder, cfg, _ = recorded
+    first = episode_file(folder / "demos", 0, 0)
+    before = first.stat().st_mtime_ns
+    record_demos(cfg.demos, cfg.demos_dir)
+    assert first.stat().st_mtime_ns == before
+    one = OmegaConf.merge(cfg.demos, {"episodes_per_task": 1, "num_processes": 1})
+    record_demos(one, tmp_path)
+    again, original = load_episode(episode_file(tmp_path, 0, 0)), load_episode(first)
+    assert np.array_equal(again.executed_actions, original.executed_actions)
+    assert np.array_equal(again.main, original.main)
+
+
+def test_a_pretrained_model_is_saved_whole_with_its_measured_success(recorded):
+    folder, cfg, _ = recorded
+    lines = []
+    pretrain(cfg, lines.append)
+    loaded = load_pretrained(folder / "model")
+    assert loaded.model.config.action_horizon == 16
+    assert loaded.training["held_out_success"]["task_0"].endswith("/2")
+    assert "demos_dir" not in loaded.training["recipe"]
+    assert loaded.processor.statistics.num_episodes == len(load_successes(cfg.demos_dir))
+    assert any("step 3/3" in line for line in lines)
+
+
+def test_windows_repeat_the_end_and_mark_it():
+    frames, frame_pad, actions, action_pad = window_indices(steps=6, horizon=8, num_frames=3)
+    assert frames[0].tolist() == [0, 4, 6] and frame_pad[0].tolist() == [False, False, True]
+    assert frames[2].tolist() == [2, 6, 6] and frame_pad[2].tolist() == [False, False, True]
+    assert actions[4].tolist() == [4, 5, 5, 5, 5, 5, 5, 5]
+    assert action_pad[4].tolist() == [False, False, True, True, True, True, True, True]
+    with pytest.raises(ValueError, match="cannot be spread"):
+        window_indices(steps=6, horizon=7, num_frames=3)
+
+
+def test_no_episodes_is_said_in_words(tmp_path):
+    with pytest.raises(FileNotFoundError, match="run 'rlinf demos' first"):
+        load_successes(tmp_path)
+
+
+def test_the_shipped_model_is_within_its_promised_range():
+    from rlinf_wamrl.config.checkpoints import shipped_checkpoints
+    from rlinf_wamrl.pretrain import train
+
+    assert "small" in shipped_checkpoints()
+    root = train.__file__.rsplit("/", 2)[0]
+    training = load_pretrained(f"{root}/pretrained/small").training
+    solved, total = map(int, training["held_out_success"]["task_0"].split("/"))
+    assert total >= 120 and 0.3 <= solved / total <= 0.6
