@@ -7,13 +7,15 @@ encoder is absent: its embeddings come from a cache, and it is freed after filli
 B batch, S video tokens, H actions, L context tokens, D width of an expert, I attention width,
 F feed-forward width, n layers.
 
-Not counted, but covered by a reserve: the CUDA context, workspaces of kernels, fragmentation.
+Not counted, but covered by a reserve: the CUDA context, workspaces of kernels, fragmentation, and
+the feature KL's own pass through the video expert.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -34,6 +36,7 @@ __all__ = [
     "memory_table",
     "plan_memory",
     "proprio_parameters",
+    "run_setup",
     "video_parameters",
 ]
 
@@ -52,8 +55,8 @@ class MemorySetup:
     """How the model is run. The defaults are those of FastWAM on LIBERO with Wan2.2 parts."""
 
     num_gpus: int = 1
-    """GPUs that share the weights by FSDP2, wrapped at the root: storage, gradients and optimiser
-    are cut into as many parts, but a forward pass gathers all weights at once."""
+    """GPUs that share the learner's weights by FSDP2, wrapped at the root: storage, gradients and
+    optimiser are cut into as many parts, but a forward pass gathers all weights at once."""
     weight_dtype: torch.dtype = torch.bfloat16
     """Dtype of the frozen weights and of the arithmetic."""
     trained_dtype: torch.dtype = torch.float32
@@ -109,26 +112,51 @@ class MemoryPlan:
         return max(self.total(phase) for phase in PHASES)
 
 
+def run_setup(run: Any, num_gpus: int) -> MemorySetup:
+    """Read how a run uses its GPUs.
+
+    Args:
+        run: the complete configuration of a run of a released model.
+        num_gpus: GPUs, each with a rank of learner, rollout worker and environments.
+    """
+    model, video = run.actor.model, run.RL.video_sft
+    dtypes = {"fp32": torch.float32, "bf16": torch.bfloat16}
+    weight_dtype = dtypes[model.precision]
+    casts = run.actor.fsdp_config.mixed_precision.param_dtype is not None
+    slots = max(run.env.train.total_num_envs, run.env.eval.total_num_envs)
+    height, width = model.video_size
+    return MemorySetup(
+        num_gpus=num_gpus,
+        weight_dtype=weight_dtype,
+        trained_dtype=torch.float32 if casts else weight_dtype,
+        lora_rank=video.lora_rank if video.enabled else 0,
+        rollout_batch=slots // (num_gpus * run.rollout.pipeline_stage_num),
+        imagination_batch=run.RL.reconstruction.max_batch,
+        micro_batch=run.actor.micro_batch_size,
+        sft_micro_batch=video.batch_size,
+        image_height=height,
+        image_width=width,
+        offload_rollout=run.rollout.enable_offload,
+    )
+
+
 def plan_memory(config: WAMConfig, setup: MemorySetup) -> MemoryPlan:
     """Compute what ``config`` needs under ``setup``, per GPU.
 
-    The rollout worker's copy has its adapters merged. The arithmetic reads all weights from a
-    gathered copy when they are sharded, else only the trained ones from a cast copy when they are
-    stored in another dtype.
+    In the learner the arithmetic reads a copy of all weights, the autoencoder's included, that
+    FSDP2 makes for each pass, on a single GPU too; between several GPUs the buffer they were
+    gathered in stays until the forward pass ends.
     """
     weight, trained = setup.weight_dtype.itemsize, setup.trained_dtype.itemsize
     gpus = setup.num_gpus
     base = video_parameters(config.video_dit_config)
     policy = action_parameters(config.action_dit_config) + proprio_parameters(config)
     adapters = lora_parameters(config.video_dit_config, setup.lora_rank)
-    if gpus > 1:
-        copied = base + policy + adapters
-    else:
-        copied = 0 if trained == weight else policy + adapters
+    copied = base + policy + adapters + setup.vae_parameters
 
     def gradients(count: int) -> int:
         """Whole in the arithmetic's dtype until they are scattered, then each GPU's share."""
-        return count * weight * (gpus > 1) + count * trained // gpus
+        return count * weight + count * trained // gpus
 
     tokens = _Tokens(config, setup)
     items = [
@@ -136,11 +164,11 @@ def plan_memory(config: WAMConfig, setup: MemorySetup) -> MemoryPlan:
         MemoryItem("always", "action expert and proprio encoder", policy * trained // gpus),
         MemoryItem("always", "LoRA adapters", adapters * trained // gpus),
         MemoryItem("always", "AdamW moments", 2 * (policy + adapters) * trained // gpus),
-        MemoryItem("always", "autoencoder", setup.vae_parameters * weight),
+        MemoryItem("always", "autoencoder", setup.vae_parameters * weight // gpus),
         MemoryItem(
             "rollout" if setup.offload_rollout else "always",
             "rollout worker's copy of the model",
-            (base + policy + setup.vae_parameters) * weight,
+            copied * weight,
         ),
         MemoryItem("always", "reserve", setup.reserve_bytes),
         MemoryItem("rollout", "K/V cache of the video", tokens.video_cache(setup.rollout_batch)),
@@ -167,10 +195,10 @@ def plan_memory(config: WAMConfig, setup: MemorySetup) -> MemoryPlan:
             tokens.video(setup.sft_micro_batch, setup.lora_rank),
         ),
     ]
-    items += [
-        MemoryItem(phase, "weights as the arithmetic reads them", copied * weight)
-        for phase in LEARNER_PHASES
-    ]
+    for phase in LEARNER_PHASES:
+        items.append(MemoryItem(phase, "weights as the arithmetic reads them", copied * weight))
+        if gpus > 1:
+            items.append(MemoryItem(phase, "buffer they were gathered in", copied * weight))
     return MemoryPlan(tuple(items))
 
 
