@@ -20,13 +20,6 @@ from rlinf.utils.metric_utils import append_to_dict, compute_split_num
 from rlinf.utils.utils import unpack_batch
 from rlinf.workers.actor.fsdp_actor_worker import EmbodiedFSDPActor
 from torch import Tensor
-from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
-    get_model_state_dict,
-    get_optimizer_state_dict,
-    set_model_state_dict,
-    set_optimizer_state_dict,
-)
 
 from rlinf_wamrl.checkpoint import read_learner, write_learner
 from rlinf_wamrl.data.interface import Trajectory, merge_batch_values
@@ -46,6 +39,7 @@ from rlinf_wamrl.workers.batches import (
 )
 from rlinf_wamrl.workers.gradients import clip_gradients
 from rlinf_wamrl.workers.imagination import ImaginationReward
+from rlinf_wamrl.workers.training_state import load_training_state, training_state
 from rlinf_wamrl.workers.video_half import VideoHalf
 
 __all__ = ["WAMLearner"]
@@ -346,23 +340,13 @@ class WAMLearner(EmbodiedFSDPActor):
             save_path: folder, which exists.
             step: training iteration.
         """
-        options = StateDictOptions(
-            full_state_dict=True, cpu_offload=True, ignore_frozen_params=True
-        )
-        optimizers = {
-            name: get_optimizer_state_dict(self.model, optimizer, options=options)
-            for name, optimizer in self._optimizers().items()
-        }
-        model = get_model_state_dict(self.model, options=options)
+        state = training_state(self.model, self._optimizers(), self.param_names_need_sync)
         if self._rank == 0:
-            trained = set(self.param_names_need_sync)
-            state = {
-                "step": step,
-                "model": {name: value for name, value in model.items() if name in trained},
-                "optimizers": optimizers,
-                "lr_scheduler": self.lr_scheduler.state_dict() if self.lr_scheduler else None,
-                "normaliser": self.imagination.state_dict() if self.imagination else None,
-            }
+            state.update(
+                step=step,
+                lr_scheduler=self.lr_scheduler.state_dict() if self.lr_scheduler else None,
+                normaliser=self.imagination.state_dict() if self.imagination else None,
+            )
             write_learner(save_path, state)
         if self.video is not None:
             write_learner(save_path, self.video.state_dict(), rank=self._rank)
@@ -370,19 +354,9 @@ class WAMLearner(EmbodiedFSDPActor):
     def load_checkpoint(self, load_path: str) -> None:
         """Continue from a folder :meth:`save_checkpoint` wrote."""
         state = read_learner(load_path)
-        trained = set(self.param_names_need_sync)
-        if state["model"].keys() != trained:
-            difference = sorted(state["model"].keys() ^ trained)
-            raise ValueError(
-                f"{load_path} was written for other trainable parameters; {len(difference)} "
-                f"differ, for example {difference[:3]}"
-            )
-        options = StateDictOptions(full_state_dict=True, strict=False, ignore_frozen_params=True)
-        set_model_state_dict(self.model, state["model"], options=options)
-        for name, optimizer in self._optimizers().items():
-            set_optimizer_state_dict(
-                self.model, optimizer, state["optimizers"][name], options=options
-            )
+        load_training_state(
+            self.model, self._optimizers(), self.param_names_need_sync, state, load_path
+        )
         if self.lr_scheduler is not None:
             self.lr_scheduler.load_state_dict(state["lr_scheduler"])
         if self.imagination is not None:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from rlinf_wamrl.config import schema
+from rlinf_wamrl.config import schema, schema_env, schema_rl
 from rlinf_wamrl.config.checks import world_size
 from rlinf_wamrl.config.compose import compose_run, compose_typed, shipped_config
 from rlinf_wamrl.config.errors import ConfigError
@@ -164,7 +164,7 @@ def test_the_pretraining_recipe_composes():
     assert recipe.train.steps == 3 and recipe.model.action_horizon == 16
 
 
-@pytest.mark.parametrize("module", [schema, pretrain_config])
+@pytest.mark.parametrize("module", [schema, schema_env, schema_rl, pretrain_config])
 def test_every_configuration_field_has_a_line_that_explains_it(module):
     tree = ast.parse(inspect.getsource(module))
     bare = []
