@@ -178,6 +178,15 @@ def test_limit_truncates_and_later_chunks_execute_nothing():
     env.close()
 
 
+def test_chunks_may_differ_in_length(env):
+    env.reset()
+    for length in (2, 8, 5):
+        [observation], _, terminations, truncations, _ = env.chunk_step(zeros(length))
+        assert observation["executed_mask"].shape == (4, length)
+        assert observation["executed_mask"].all()
+        assert not (terminations | truncations).any()
+
+
 def test_ignoring_terminations_truncates_all_together():
     """RLinf then records metrics when all environments are truncated in the same chunk."""
     env = make_env(max_episode_steps=16, ignore_terminations=True)

@@ -105,8 +105,11 @@ class Expert:
     def _push(self) -> np.ndarray:
         cube = self._poses[_RED][0]
         zone = self._poses[_ZONE][0]
+        if cube[2] > zone[2] + _HALF_CUBE + 0.02:
+            # It stuck to the fingertips and came up with them.
+            return self._move(self._hand + [-0.05, 0.0, 0.0], _OPEN)
         if np.all(np.abs(cube[:2] - zone[:2]) < [0.05, 0.12]):
-            return self._move(self._hand + [-0.05, 0.0, 0.02], _CLOSE)
+            return self._move(self._hand + [-0.05, 0.0, 0.0], _CLOSE)
         behind = np.array([cube[0] - 0.055, cube[1], cube[2] - 0.003])
         x, y = self._hand[:2] - cube[:2]
         height = self._hand[2] - cube[2]
