@@ -362,7 +362,9 @@ class WAMLearner(EmbodiedFSDPActor):
         if self.imagination is not None:
             self.imagination.load_state_dict(state["normaliser"])
         if self.video is not None:
-            self.video.load_state_dict(read_learner(load_path, rank=self._rank))
+            # run folder / checkpoints / global_step_N / actor
+            source = Path(load_path).parents[2] / "success_buffer"
+            self.video.load_state_dict(read_learner(load_path, rank=self._rank), source)
 
     def _optimizers(self) -> dict[str, torch.optim.Optimizer]:
         both = {"action": self.optimizer, "video": self.video_optimizer}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -33,11 +34,8 @@ class VideoHalf:
         self.stride = cfg.env.train.action_video_freq_ratio
         self._seed = cfg.actor.seed
         self._rank = rank
-        self.buffer = SuccessBuffer(
-            capacity_bytes=self.options.buffer_mib * MIB,
-            memory_bytes=min(self.options.buffer_memory_mib, self.options.buffer_mib) * MIB,
-            directory=folder / f"rank_{rank}",
-        )
+        self.folder = folder / f"rank_{rank}"
+        self.buffer = self._open_buffer()
         self.statistics: FeatureStatistics | None = None
 
     def collect(self, batch: Mapping[str, Any]) -> int:
@@ -100,8 +98,24 @@ class VideoHalf:
         statistics = None if self.statistics is None else self.statistics.state_dict()
         return {"buffer": self.buffer.state_dict(), "statistics": statistics}
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from :meth:`state_dict`."""
+    def _open_buffer(self) -> SuccessBuffer:
+        return SuccessBuffer(
+            capacity_bytes=self.options.buffer_mib * MIB,
+            memory_bytes=min(self.options.buffer_memory_mib, self.options.buffer_mib) * MIB,
+            directory=self.folder,
+        )
+
+    def load_state_dict(self, state: Mapping[str, Any], source: Path) -> None:
+        """Continue from :meth:`state_dict`.
+
+        Args:
+            state: what to continue from.
+            source: success buffers of the run that saved it; copied when it was another run.
+        """
+        theirs = source / self.folder.name
+        if theirs.resolve() != self.folder.resolve() and theirs.is_dir():
+            shutil.copytree(theirs, self.folder, dirs_exist_ok=True)
+            self.buffer = self._open_buffer()
         self.buffer.load_state_dict(state["buffer"])
         if state["statistics"] is not None:
             self.statistics = FeatureStatistics.from_state_dict(state["statistics"])

@@ -31,6 +31,8 @@ SHORT = [
     "env.eval.init_state_range=[80,84]",
     "actor.global_batch_size=32",
     "actor.micro_batch_size=16",
+    "RL.video_sft.warmup=0",
+    "RL.video_sft.steps=2",
     "actor.num_threads=1",
     "rollout.num_threads=1",
 ]
@@ -86,10 +88,26 @@ def test_ppo_changes_the_weights_and_the_rollout_worker_follows(short_run):
     assert iterations(folder)[1]["train/actor/logprob_drift_max"] == 0.0
 
 
-def test_only_the_action_expert_and_the_proprio_encoder_are_trained_and_saved(short_run):
+PARTS = (".lora_", "mixtures.action.", "proprio_encoder.")
+
+
+def test_what_trains_is_saved_and_each_part_of_it_changes(short_run):
+    folder, output = short_run
+    one, two = weights(folder, 1), weights(folder, 2)
+    for part in PARTS:
+        mine = [name for name in one if part in name]
+        assert mine and any(not torch.equal(one[name], two[name]) for name in mine), part
+    assert all(any(part in name for part in PARTS) for name in one)  # never the frozen base
+    assert re.search(r"frozen +996,672", output)
+
+
+def test_both_halves_report_what_they_did(short_run):
     folder, _ = short_run
-    names = weights(folder, 1).keys()
-    assert names and all("mixtures.action." in name or "proprio_encoder." in name for name in names)
+    for row in iterations(folder):
+        assert row["train/reward/reconstruction"] < 0
+        assert row["train/video/buffer_episodes"] >= row["train/video/new_successes"]
+    assert any("train/video/feature_kl" in row for row in iterations(folder))
+    assert list((folder / "run/pictures").glob("iteration_0001.png"))
 
 
 def test_episodes_are_counted_and_evaluated(short_run):
@@ -108,13 +126,26 @@ def test_the_run_folder_holds_what_the_last_line_promises(short_run):
     assert not list((folder / "run/checkpoints").glob(".*"))
 
 
+SAME_AFTER_RESUME = (
+    "iteration",
+    "rollout/successes",
+    "env/episode_len",
+    "train/actor/policy_loss",
+    "train/reward/normaliser_mean",
+    "train/reward/normaliser_std",
+    "train/video/buffer_episodes",
+    "train/video/sft_loss",
+    "train/video/feature_kl",
+)
+
+
 def test_a_resumed_run_continues_where_the_other_stopped(short_run, tmp_path):
     folder, _ = short_run
     checkpoint = folder / "run/checkpoints/global_step_1"
     run(tmp_path, f"runner.resume_dir={checkpoint}", "runner.val_check_interval=-1")
     (again,) = iterations(tmp_path)
     unbroken = iterations(folder)[1]
-    for name in ("iteration", "rollout/successes", "env/episode_len", "train/actor/policy_loss"):
+    for name in SAME_AFTER_RESUME:
         assert again[name] == unbroken[name], name
     resumed, whole = weights(tmp_path, 2), weights(folder, 2)
     assert all(torch.equal(resumed[name], whole[name]) for name in whole)

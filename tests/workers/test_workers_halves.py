@@ -119,12 +119,13 @@ def test_video_training_is_due_after_the_warm_up_at_intervals(tmp_path):
     assert [half.is_due(iteration) for iteration in range(5)] == [False, True, False, True, False]
 
 
-def test_the_buffer_comes_back_from_a_checkpoint(tmp_path):
-    half = video_half(tmp_path)
+@pytest.mark.parametrize("resumed", ["same", "other"])
+def test_the_buffer_comes_back_from_a_checkpoint_also_in_another_run(tmp_path, resumed):
+    half = video_half(tmp_path / "same")
     half.collect(rollout())
     state = half.state_dict()
-    again = video_half(tmp_path)
-    again.load_state_dict(state)
+    again = video_half(tmp_path / resumed)
+    again.load_state_dict(state, source=tmp_path / "same")
     assert len(again.buffer) == 1 and again.statistics is None
 
 
