@@ -7,13 +7,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from rlinf.models.embodiment.base_policy import ForwardType
 from tiny_parts import (
+    BATCH,
     EXECUTED,
     HORIZON,
     IMAGE_HEIGHT,
     IMAGE_WIDTH,
     LATENT_SIZE,
-    LIFT,
     STEPS,
+    observations,
     tiny_policy,
     tiny_wam,
 )
@@ -28,28 +29,11 @@ from rlinf_wamrl.policy import (
 from rlinf_wamrl.wam.adapter import adapt
 
 MODES = ["first_frame", "idm"]
-BATCH = 3
 VIDEO_SHAPE = (48, 3, *LATENT_SIZE)
 
 
 def policy_in(mode, **settings):
     return tiny_policy(tiny_wam(variant="optional_idm", action_infer_mode=mode), **settings)
-
-
-def observations(batch=BATCH, seed=0, elapsed=0):
-    draw = torch.Generator().manual_seed(seed)
-    size = (batch, IMAGE_HEIGHT, IMAGE_WIDTH // 2, 3)
-    return {
-        "main_images": torch.randint(0, 256, size, dtype=torch.uint8, generator=draw),
-        "wrist_images": torch.randint(0, 256, size, dtype=torch.uint8, generator=draw),
-        "states": torch.rand(batch, 8, generator=draw) * 2 - 1,
-        "task_descriptions": [LIFT, "push the cube", "lift it"][:batch],
-        "task_id": torch.arange(batch),
-        "seed": torch.arange(batch) + 5,
-        "group_id": torch.zeros(batch, dtype=torch.int64),
-        "episode_id": torch.arange(batch) + 100,
-        "elapsed_steps": torch.full((batch,), elapsed),
-    }
 
 
 def rows(observation, chosen):

@@ -22,6 +22,7 @@ LIFT = "lift the red cube"
 IMAGE_HEIGHT, IMAGE_WIDTH = 32, 64  # two cameras of 32 x 32
 LATENT_SIZE = (2, 4)
 HORIZON, EXECUTED, STEPS = 8, 5, 4
+BATCH = 3
 
 _SHARED = {"num_heads": 2, "attn_head_dim": 12, "num_layers": 2, "text_dim": 16, "freq_dim": 8}
 VIDEO_SIZES = {"hidden_dim": 32, "ffn_dim": 48, **_SHARED}
@@ -83,6 +84,23 @@ def tiny_policy(wam: WAM | None = None, vae=None, **settings) -> WAMPolicy:
         processor=Processor.build(processor, statistics()),
         settings=SamplingSettings(**(values | settings)),
     )
+
+
+def observations(batch: int = BATCH, seed: int = 0, elapsed: int = 0) -> dict:
+    """What an environment shows to the policy, three episodes at most."""
+    draw = torch.Generator().manual_seed(seed)
+    size = (batch, IMAGE_HEIGHT, IMAGE_WIDTH // 2, 3)
+    return {
+        "main_images": torch.randint(0, 256, size, dtype=torch.uint8, generator=draw),
+        "wrist_images": torch.randint(0, 256, size, dtype=torch.uint8, generator=draw),
+        "states": torch.rand(batch, 8, generator=draw) * 2 - 1,
+        "task_descriptions": [LIFT, "push the cube", "lift it"][:batch],
+        "task_id": torch.arange(batch),
+        "seed": torch.arange(batch) + 5,
+        "group_id": torch.zeros(batch, dtype=torch.int64),
+        "episode_id": torch.arange(batch) + 100,
+        "elapsed_steps": torch.full((batch,), elapsed),
+    }
 
 
 def write_umt5(folder: Path, width: int = 16) -> Path:
