@@ -249,7 +249,10 @@ class WAMLearner(EmbodiedFSDPActor):
                 for _ in range(size * chunks // cfg.actor.micro_batch_size)
             ]
             shards.append(unflatten_time(merge_batch_values(parts), chunks))
-        return merge_batch_values(shards, dim=1)
+        batch = merge_batch_values(shards, dim=1)
+        # micro-batches leave out the boundary after the last chunk, where every episode is over
+        batch["dones"] = torch.cat([batch["dones"], torch.ones_like(batch["dones"][:1])])
+        return batch
 
     def _train_video(self, metrics: dict[str, list[float]]) -> None:
         """Train the adapters on windows of successes, when this iteration is due."""
