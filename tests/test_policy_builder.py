@@ -7,7 +7,7 @@ import torch
 from example_statistics import statistics
 from safetensors.torch import save_file
 from tiny_parts import BATCH, LIFT, observations, tiny_policy, tiny_wam, write_release
-from tiny_run import EXAMPLES, compose_tiny, tiny_model_keys, write_libero_assets
+from tiny_run import EXAMPLES, compose_5b, compose_tiny, tiny_model_keys
 from wan22_vae_keys import real_keys
 
 from rlinf_wamrl.config.checkpoints import resolve_checkpoint
@@ -130,19 +130,7 @@ def test_the_shipped_model_and_its_switches(tmp_path):
 )
 @pytest.mark.parametrize("example", ["libero_wamrl_5b", "libero_wamrl_5b_1gpu"])
 def test_the_5b_examples_build_on_the_meta_device(tmp_path, example, overrides, trained):
-    torch.save({}, tmp_path / "libero_optional_idm_2cam224.pt")
-    statistics().save(tmp_path / "dataset_stats.json")
-    for part in ("vae", "text_encoder"):
-        (tmp_path / part).mkdir()
-        (tmp_path / part / "config.json").write_text("{}")
-    paths = {
-        "env.train.assets_dir": write_libero_assets(tmp_path / "libero"),
-        "actor.model.model_path": tmp_path / "libero_optional_idm_2cam224.pt",
-        "actor.model.vae_path": tmp_path / "vae",
-        "actor.model.text_encoder_path": tmp_path / "text_encoder",
-    }
-    given = [f"{key}={value}" for key, value in paths.items()]
-    run = compose_run(EXAMPLES / f"{example}.yaml", [*given, *overrides])
+    run = compose_5b(example, tmp_path, *overrides)
     assert run.env.train.max_steps_per_rollout_epoch == 400
     assert run.env.train.num_settle_steps == 30
     config = resolve_checkpoint(run.actor.model).config

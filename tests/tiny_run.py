@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
+import torch
 import yaml
+from example_statistics import statistics
 from omegaconf import DictConfig
 from tiny_parts import ACTION_SIZES, IMAGE_HEIGHT, IMAGE_WIDTH, VIDEO_SIZES
 
+import rlinf_wamrl.envs
 from rlinf_wamrl.config.compose import compose_run
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
@@ -40,12 +44,20 @@ def compose_tiny(folder: Path, model: dict, *overrides: str) -> DictConfig:
     return compose_run(file, overrides)
 
 
-def write_libero_assets(folder: Path, suite: str = "libero_spatial") -> Path:
-    """Empty files under the names of a suite's meshes and textures."""
-    from rlinf_wamrl.envs.assets import _manifest
-
-    for name in _manifest()["suites"][suite]:
-        file = folder / "assets" / name
-        file.parent.mkdir(parents=True, exist_ok=True)
-        file.touch()
-    return folder
+def compose_5b(example: str, folder: Path, *overrides: str) -> DictConfig:
+    """Compose a 5B example with empty files in place of everything that has to be downloaded."""
+    assets = json.loads((Path(rlinf_wamrl.envs.__file__).parent / "libero_files.json").read_text())
+    files = [f"libero/assets/{name}" for name in assets["suites"]["libero_spatial"]]
+    for name in (*files, "vae/config.json", "text_encoder/config.json"):
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).touch()
+    torch.save({}, folder / "libero_optional_idm_2cam224.pt")
+    statistics().save(folder / "dataset_stats.json")
+    paths = {
+        "env.train.assets_dir": folder / "libero",
+        "actor.model.model_path": folder / "libero_optional_idm_2cam224.pt",
+        "actor.model.vae_path": folder / "vae",
+        "actor.model.text_encoder_path": folder / "text_encoder",
+    }
+    given = [f"{key}={value}" for key, value in paths.items()]
+    return compose_run(EXAMPLES / f"{example}.yaml", [*given, *overrides])
