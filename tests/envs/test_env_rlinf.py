@@ -58,6 +58,7 @@ def test_observation_has_what_the_workers_read(env):
         "wrist_images": ((4, 16, 16, 3), torch.uint8),
         "states": ((4, 8), torch.float32),
         "future_frames": ((4, 2, 3, 16, 32), torch.uint8),
+        "future_states": ((4, 2, 8), torch.float32),
         "future_frames_mask": ((4, 2), torch.bool),
         "executed_mask": ((4, 8), torch.bool),
         "task_id": ((4,), torch.int64),

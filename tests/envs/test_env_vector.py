@@ -42,7 +42,7 @@ def chunk(seed, n=4, length=8):
 
 
 def snapshot(vector):
-    names = ("main", "wrist", "proprio", "frames", "frame_mask", "success")
+    names = ("main", "wrist", "proprio", "frames", "frame_proprio", "frame_mask", "success")
     return {name: vector.arrays[name].copy() for name in names}
 
 
