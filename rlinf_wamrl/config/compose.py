@@ -45,7 +45,8 @@ def compose_run(path: str | Path, overrides: Sequence[str] = ()) -> DictConfig:
     """
     run = compose_typed(path, overrides, RunConfig)
     if not run.cluster.component_placement:  # as a default, it would be merged with what is given
-        run.cluster.component_placement = {"env,rollout,actor": 0}
+        reward = ",reward" if run.RL.reconstruction.placement == "worker" else ""
+        run.cluster.component_placement = {f"env,rollout,actor{reward}": 0}
     check_values(run)
     derive_from_tasks(run)
     check_lengths(run)

@@ -25,8 +25,8 @@ class ClusterConfig:
     num_nodes: int = 1
     """Ray nodes that take part."""
     component_placement: dict[str, Any] = field(default_factory=dict)
-    """Component -> ranks in RLinf's syntax: of accelerators, or of nodes where there are none. If
-    empty, env, rollout and actor are on rank 0."""
+    """Component -> ranks in RLinf's syntax: of accelerators, or of nodes where there are none;
+    empty puts everything on rank 0."""
     num_cpus: int | None = None
     """CPUs of the private Ray; null takes all of this machine."""
     object_store_gib: float = 1.0

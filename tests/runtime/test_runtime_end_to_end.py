@@ -203,7 +203,24 @@ def is_descendant(pid, ancestor):
     return False
 
 
-RANKS = "{env:'0:0-1',rollout:'0:0-1',actor:'0:0-1'}"
+RANKS = "{env:'0:0-1',rollout:'0:0-1',actor:'0:0-1'}"  # two processes each, on node 0
+
+
+@pytest.mark.slow
+def test_a_reward_component_gives_what_the_learner_would(tmp_path):
+    rows = []
+    for placement in ("learner", "worker"):
+        folder = tmp_path / placement
+        run(
+            folder,
+            f"RL.reconstruction.placement={placement}",
+            "runner.max_steps=1",
+            "runner.val_check_interval=-1",
+        )
+        rows.append(iterations(folder)[0])
+    for name in ("train/reward/reconstruction", "train/reward/normaliser_std"):
+        assert rows[1][name] == pytest.approx(rows[0][name], rel=1e-4), name
+    assert rows[1]["train/macro_steps"] == rows[0]["train/macro_steps"]
 
 
 @pytest.mark.slow
@@ -211,8 +228,7 @@ RANKS = "{env:'0:0-1',rollout:'0:0-1',actor:'0:0-1'}"
 def test_two_env_ranks_two_stages_and_two_actors_finish(tmp_path, mode):
     run(
         tmp_path,
-        "~cluster.component_placement",
-        f"+cluster.component_placement={RANKS}",
+        f"cluster.component_placement={RANKS}",
         "rollout.pipeline_stage_num=2",
         "env.train.total_num_envs=16",
         "env.train.num_processes=1",
