@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NoReturn
 
 import torch
@@ -67,11 +68,28 @@ class WAMLearner(EmbodiedFSDPActor):
             self.video = VideoHalf(self.cfg, folder / "success_buffer", self._rank)
 
     def model_provider_func(self) -> torch.nn.Module:
-        """Build the policy, and remember its sizes."""
+        """Build the policy, and remember its sizes.
+
+        Where FSDP casts weights for the arithmetic, what trains is kept in float32: AdamW's steps
+        are smaller than the spacing of bf16 numbers.
+        """
         policy = super().model_provider_func()
+        if self.cfg.actor.fsdp_config.mixed_precision.param_dtype is not None:
+            for parameter in policy.parameters():
+                if parameter.requires_grad:
+                    parameter.data = parameter.data.float()
         self.policy_config = policy.wam.config
         self.logger_lines = str(trainable_set(policy.wam, policy.trained_parts, root=policy))
         return policy
+
+    def _forward(self, **arguments: Any) -> Any:
+        """Call the (sharded) policy.
+
+        FSDP2 casts every tensor it finds in the arguments to the arithmetic's dtype, and a chain in
+        bf16 has another log-prob. It looks into dicts, but not into read-only views of them.
+        """
+        views = {k: MappingProxyType(v) for k, v in arguments.items() if isinstance(v, dict)}
+        return self.model(**(arguments | views))
 
     def build_optimizer(
         self, model: torch.nn.Module, enable_critic_warmup: bool = False
@@ -133,7 +151,7 @@ class WAMLearner(EmbodiedFSDPActor):
         rl, metrics = self.cfg.RL, {}
         if self.imagination is not None:
             self.model.eval()
-            metrics.update(self.imagination.score(self.model, batch, self._gathered))
+            metrics.update(self.imagination.score(self._forward, batch, self._gathered))
             self._save_pictures(batch)
         if self.video is not None:
             metrics["video/new_successes"] = float(self.video.collect(batch))
@@ -263,12 +281,12 @@ class WAMLearner(EmbodiedFSDPActor):
         if -self._agreed_count(-len(video.buffer)) == 0:
             return
         video.calibrate(
-            self.model, flatten_time(self.rollout_batch)["forward_inputs"], self._gathered
+            self._forward, flatten_time(self.rollout_batch)["forward_inputs"], self._gathered
         )
         ratio = config.action_horizon // (config.num_video_frames - 1)
         for step in range(video.options.steps):
             self.video_optimizer.zero_grad()
-            loss = video.loss(self.model, config.action_horizon, ratio, self.version, step)
+            loss = video.loss(self._forward, config.action_horizon, ratio, self.version, step)
             if not math.isfinite(loss.total.item()):
                 self._stop_at(
                     f"the video loss is {loss.total.item()}; lower RL.video_sft.lr",
@@ -375,7 +393,7 @@ class WAMLearner(EmbodiedFSDPActor):
 
     def _score(self, rows: dict[str, Any]) -> Tensor:
         with self.amp_context:
-            logprobs = self.model(forward_inputs=rows["forward_inputs"])["logprobs"]
+            logprobs = self._forward(forward_inputs=rows["forward_inputs"])["logprobs"]
         if self.cfg.RL.logprob_reduction == "mean":
             executed = rows["forward_inputs"]["executed_mask"].sum(dim=1)
             logprobs = logprobs / (executed * logprobs.shape[-1]).clamp(min=1).view(-1, 1, 1).to(
