@@ -11,6 +11,7 @@ from torch import Tensor
 from rlinf_wamrl.rl.moments import Moments, RunningNormaliser
 from rlinf_wamrl.rl.reward import ReconstructionReward, RewardSettings, reached_frames
 from rlinf_wamrl.rl.similarity import build_similarity
+from rlinf_wamrl.wam.config import WAMConfig
 from rlinf_wamrl.workers.batches import flatten_time, task_rewards
 
 __all__ = ["ImaginationReward", "model_frames"]
@@ -22,15 +23,23 @@ PICTURES = 8
 class ImaginationReward:
     """Scores the macro-steps of each iteration; owns the running normaliser."""
 
-    def __init__(self, cfg: DictConfig, device: Any) -> None:
-        """Read ``RL.reconstruction`` and load the encoder of a learned similarity."""
+    def __init__(self, cfg: DictConfig, model: WAMConfig, device: Any) -> None:
+        """Read ``RL.reconstruction`` and load the encoder of a learned similarity.
+
+        Args:
+            cfg: the run.
+            model: the model that imagines.
+            device: where the encoder goes.
+        """
         rl = cfg.RL
+        self._captured_ratio = cfg.env.train.action_video_freq_ratio
         self.settings = RewardSettings(
             source=rl.reconstruction.source,
             num_steps=rl.imagination_steps,
             shift=rl.sigma_shift,
             compare=rl.reconstruction.compare,
             weight=rl.reconstruction.weight,
+            action_video_freq_ratio=model.action_horizon // (model.num_video_frames - 1),
             max_batch=rl.reconstruction.max_batch,
         )
         self.similarity = build_similarity(
@@ -40,6 +49,14 @@ class ImaginationReward:
         )
         self.normaliser = RunningNormaliser()
         self.last: ReconstructionReward | None = None
+
+    def frames(self, captured: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Keep ``future_frames`` and ``future_frames_mask`` where the model imagines a frame."""
+        ratio = self.settings.action_video_freq_ratio
+        kept, mask = model_frames(
+            captured["future_frames"], captured["future_frames_mask"], self._captured_ratio, ratio
+        )
+        return {"future_frames": kept, "future_frames_mask": mask}
 
     def score(
         self,
@@ -60,9 +77,9 @@ class ImaginationReward:
             Metrics: mean raw reward, also of macro-steps of successes and of failures apart.
         """
         rows = flatten_time(batch)
-        records, frames = rows["forward_inputs"], rows["next_obs"]
-        if "reconstruction_raw" in frames:
-            reward = frames["reconstruction_raw"]
+        records, frames = rows["forward_inputs"], self.frames(rows["next_obs"])
+        if "reconstruction_raw" in rows["next_obs"]:
+            reward = rows["next_obs"]["reconstruction_raw"]
             mask = reached_frames(
                 records["executed_mask"],
                 frames["future_frames_mask"],

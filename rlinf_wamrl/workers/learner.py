@@ -264,7 +264,7 @@ class WAMLearner(TwoHalvesActor):
                 folder / f"iteration_{self.version + 1:04d}.png",
                 current=rows["forward_inputs"]["image"][:count],
                 imagined=result.imagined,
-                executed=rows["next_obs"]["future_frames"][:count],
+                executed=self.imagination.frames(rows["next_obs"])["future_frames"][:count],
                 rewards=result.reward[:count],
             )
 

@@ -41,7 +41,7 @@ class WAMRewardWorker(Worker):
     def init_worker(self) -> None:
         """Build the policy and the measure."""
         self.policy = get_model(self.cfg.actor.model).eval()
-        self.imagination = ImaginationReward(self.cfg, self.policy.device)
+        self.imagination = ImaginationReward(self.cfg, self.policy.wam.config, self.policy.device)
 
     @Worker.timer("compute_rewards")
     async def compute_rewards(self, input_channel: Channel, output_channel: Channel) -> None:
@@ -90,10 +90,12 @@ class WAMRewardWorker(Worker):
         result = self.policy(
             forward_type="imagination_rewards",
             records=records,
-            frames={
-                "future_frames": processor.images(main, wrist),
-                "future_frames_mask": chunk["future_frames_mask"],
-            },
+            frames=self.imagination.frames(
+                {
+                    "future_frames": processor.images(main, wrist),
+                    "future_frames_mask": chunk["future_frames_mask"],
+                }
+            ),
             settings=self.imagination.settings,
             similarity=self.imagination.similarity,
         )

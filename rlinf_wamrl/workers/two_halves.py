@@ -39,8 +39,9 @@ class TwoHalvesActor(EmbodiedFSDPActor):
             name for name, parameter in self.model.named_parameters() if parameter.requires_grad
         ]
         rl, folder = self.cfg.RL, Path(self.cfg.runner.logger.log_path)
-        self.imagination = ImaginationReward(self.cfg, self.device) if rl.lambda_rec > 0 else None
-        self.video = None
+        self.imagination = self.video = None
+        if rl.lambda_rec > 0:
+            self.imagination = ImaginationReward(self.cfg, self.policy_config, self.device)
         if rl.video_sft.enabled:
             self.video = VideoHalf(self.cfg, folder / "success_buffer", self._rank)
 

@@ -129,7 +129,7 @@ def test_the_buffer_comes_back_from_a_checkpoint_also_in_another_run(tmp_path, r
     assert len(again.buffer) == 1 and again.statistics is None
 
 
-def imagination():
+def imagination(captured_ratio=STRIDE):
     reconstruction = {
         "source": "frozen",
         "similarity": "pixel_mse",
@@ -139,7 +139,9 @@ def imagination():
         "max_batch": 4,
     }
     rl = {"reconstruction": reconstruction, "imagination_steps": 5, "sigma_shift": None}
-    return ImaginationReward(OmegaConf.create({"RL": rl}), "cpu")
+    env = {"train": {"action_video_freq_ratio": captured_ratio}}
+    model = SimpleNamespace(action_horizon=16, num_video_frames=5)
+    return ImaginationReward(OmegaConf.create({"RL": rl, "env": env}), model, "cpu")
 
 
 def fake_forward(reward, mask):
@@ -189,3 +191,17 @@ def test_frames_the_model_does_not_imagine_are_left_out():
     frames = torch.arange(5).view(1, 5, 1, 1, 1).expand(1, 5, 3, 2, 2).to(torch.uint8)
     kept, mask = model_frames(frames, torch.ones(1, 5, dtype=torch.bool), 2, 4)
     assert kept[0, :, 0, 0, 0].tolist() == [1, 3] and mask.shape == (1, 2)
+
+
+def test_rewards_see_only_the_frames_that_are_imagined():
+    batch, scorer = rollout(), imagination(captured_ratio=STRIDE // 2)
+    given = {}
+
+    def forward(**arguments):
+        given.update(arguments)
+        return fake_forward(torch.zeros(T * B), torch.ones(T * B, dtype=torch.bool))()
+
+    scorer.score(forward, batch, lambda vector: [vector])
+    captured = batch["next_obs"]["future_frames"].flatten(0, 1)
+    assert torch.equal(given["frames"]["future_frames"], captured[:, 1::2])
+    assert given["settings"].action_video_freq_ratio == STRIDE
