@@ -89,7 +89,7 @@ class PretrainConfig:
     """Channels of the patch autoencoder."""
     latent_scale: str = "channel"
     """channel: every latent channel has variance 1; global: one divisor."""
-    text_length: int = 16
+    text_length: int = 32
     """Words of an instruction at most."""
     model: dict[str, Any] = field(default_factory=dict)
     """Fields of :class:`rlinf_wamrl.wam.config.WAMConfig`."""
