@@ -61,7 +61,7 @@ class SamplingSettings:
     ignore_last: bool | None = None  # leave out step K-1; None = when K > 1
     variant: str = "sde"  # or "cps"
     shift: float | None = None  # overrides the checkpoint's sigma shifts
-    initial_noise: str = "episode"  # or "group": its members start training chunks alike
+    initial_noise: str = "episode"  # or "group": its members imagine and start chunks alike
     seed: int = 0  # root of all random streams
 
 
@@ -211,14 +211,15 @@ class WAMPolicy(nn.Module, BasePolicy):
         proprio = self.processor.proprio(env_obs["states"])
         instructions = list(env_obs["task_descriptions"])
         keys = self._stream_keys(env_obs, len(instructions))
+        shared = self._shared_keys(env_obs, keys) if mode == "train" else keys
         state = self.state(image, proprio, instructions)
         if self.imagines:
-            streams = [random_stream(settings.seed, mode, "video", *key) for key in keys]
+            streams = [random_stream(settings.seed, mode, "video", *key) for key in shared]
             state = replace(state, video=self.imagine(state, streams))
         cache = self.wam.prefill(state)
         noise = self._noise(
             [random_stream(settings.seed, mode, *key) for key in keys],
-            self._group_streams(env_obs) if mode == "train" else None,
+            None if shared is keys else [random_stream(settings.seed, *key) for key in shared],
         )
         if mode == "eval":
             grid = self._grid(settings.eval_denoising_steps)
@@ -326,16 +327,13 @@ class WAMPolicy(nn.Module, BasePolicy):
         steps = torch.as_tensor(env_obs["elapsed_steps"]).tolist()
         return list(zip(episodes, steps, strict=True))
 
-    def _group_streams(self, env_obs: Mapping[str, Any]) -> list[torch.Generator] | None:
-        """Return the streams of the initial noise when the members of a group share it."""
+    def _shared_keys(self, env_obs: Mapping[str, Any], keys: list[tuple]) -> list[tuple]:
+        """Return ``keys``, or keys that the members of a group have in common."""
         if self.settings.initial_noise == "episode":
-            return None
+            return keys
         groups = torch.as_tensor(env_obs["group_id"]).tolist()
         steps = torch.as_tensor(env_obs["elapsed_steps"]).tolist()
-        return [
-            random_stream(self.settings.seed, "group", group, step)
-            for group, step in zip(groups, steps, strict=True)
-        ]
+        return [("group", group, step) for group, step in zip(groups, steps, strict=True)]
 
     def _noise(
         self,

@@ -13,6 +13,7 @@ from tiny_parts import (
     IMAGE_HEIGHT,
     IMAGE_WIDTH,
     LATENT_SIZE,
+    LIFT,
     STEPS,
     observations,
     tiny_policy,
@@ -188,6 +189,18 @@ def test_random_streams_differ_between_episodes_steps_phases_and_seeds():
     assert len(draws) == 4
 
 
+def test_members_of_a_group_may_share_what_is_not_scored():
+    policy, seen = policy_in("idm", initial_noise="group"), observations()
+    alike = {key: seen[key][:1].expand_as(seen[key]) for key in ("main_images", "wrist_images")}
+    seen |= alike | {"task_descriptions": [LIFT] * BATCH, "states": torch.zeros(BATCH, 8)}
+    record = policy.predict_action_batch(seen)[1]["forward_inputs"]
+    for shared in (record["chain"][:, 0], record["video_latents"]):
+        torch.testing.assert_close(shared[1:], shared[:1].expand_as(shared[1:]), rtol=0, atol=1e-3)
+    assert not torch.allclose(record["chain"][0, -1], record["chain"][1, -1], atol=1e-2)
+    other = policy.predict_action_batch(seen | {"group_id": torch.ones(BATCH, dtype=torch.int64)})
+    assert not torch.equal(other[1]["forward_inputs"]["chain"][:, 0], record["chain"][:, 0])
+
+
 def test_actions_start_from_the_same_noise_whether_or_not_a_video_is_imagined():
     chains = [rollout(policy_in(mode))[2]["chain"] for mode in MODES]
     assert torch.equal(chains[0][:, 0], chains[1][:, 0])
@@ -260,7 +273,7 @@ def test_an_instruction_that_is_too_long_is_an_error():
 def test_impossible_settings_and_calls_are_refused():
     with pytest.raises(ValueError, match=r"num_action_chunks = 9 must be within 1..8"):
         policy_in("first_frame", num_executed=9)
-    with pytest.raises(ValueError, match="no forward of type 'sft'"):
+    with pytest.raises(ValueError, match="no forward of type .*sft"):
         policy_in("first_frame").forward(ForwardType.SFT)
 
 

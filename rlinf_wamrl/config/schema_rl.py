@@ -99,7 +99,7 @@ class RLConfig:
     """Keep step K-1 deterministic, whose noise stays on the executed action. Null = when K > 1."""
     initial_noise: str = "episode"
     """episode: every chunk starts from noise of its own; group: the members of a group share it,
-    so that their outcomes differ by the scored steps alone."""
+    and that of the video they imagine, so that outcomes differ by the scored steps alone."""
     sde: str = "sde"
     """The stochastic step: sde (keeps the ODE's marginals) or cps (keeps the noise level)."""
     logprob_reduction: str = "sum"
