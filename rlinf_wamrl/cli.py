@@ -95,7 +95,11 @@ def _demos(options: argparse.Namespace) -> int:
     def report(done: int, total: int, successes: int) -> None:
         console.update(f"episodes {done}/{total}  success {successes}")
 
-    successes, total = record_demos(cfg.demos, cfg.demos_dir, report)
+    try:
+        successes, total = record_demos(cfg.demos, cfg.demos_dir, report)
+    except ValueError as error:
+        console.done()
+        return _fail(str(error))
     console.line(f"{total} episodes in {cfg.demos_dir}, {successes} successful")
     return 0
 

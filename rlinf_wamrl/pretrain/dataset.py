@@ -9,8 +9,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from rlinf_wamrl.data.lerobot_dataset import LeRobotDataset
+from rlinf_wamrl.data.recorded_episode import Episode
 from rlinf_wamrl.normalisation import DatasetStatistics, compute_statistics
-from rlinf_wamrl.pretrain.demos import Episode, load_episode
 from rlinf_wamrl.processing import Processor, pixels_to_unit
 from rlinf_wamrl.wam.text import TextEncoder
 from rlinf_wamrl.wam.vae import VideoVAE
@@ -124,16 +125,21 @@ def window_indices(
 
 
 def load_successes(folder: str | Path) -> list[Episode]:
-    """Read the successful episodes of a folder, in order.
+    """Read the successful episodes of a dataset, in order of task and number.
 
     Raises:
         FileNotFoundError: there is none.
     """
-    files = sorted(Path(folder).glob("task_*_episode_*.npz"))
-    episodes = [episode for episode in map(load_episode, files) if episode.success]
+    try:
+        dataset = LeRobotDataset(folder)
+    except FileNotFoundError as error:
+        raise FileNotFoundError(f"{error}; run 'rlinf demos' first") from error
+    episodes = sorted(
+        dataset.episodes(only_success=True), key=lambda episode: (episode.task_id, episode.number)
+    )
     if not episodes:
         raise FileNotFoundError(
-            f"{folder} holds no successful episode ({len(files)} files): run 'rlinf demos' first"
+            f"{folder} holds no successful episode among {len(dataset)}: run 'rlinf demos' first"
         )
     return episodes
 

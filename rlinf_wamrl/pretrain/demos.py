@@ -1,40 +1,28 @@
 """Recording of scripted-expert episodes, with noise on what is executed and clean labels.
 
-One file per episode, so that recording resumes where it stopped; an episode is a pure function of
-(seed, task, number).
+An episode is a pure function of (seed, task, number), and the dataset holds them in the order of
+(task, number) whatever the number of processes; so recording resumes where it stopped.
 """
 
 from __future__ import annotations
 
 import multiprocessing
 import os
-from collections.abc import Callable
-from concurrent.futures import ProcessPoolExecutor, as_completed
-from dataclasses import dataclass
+from collections import deque
+from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
-from queue import Empty
 from typing import Any
 
 import numpy as np
 
-from rlinf_wamrl.files import atomic_path
+from rlinf_wamrl.data.lerobot_dataset import LeRobotWriter
+from rlinf_wamrl.data.recorded_episode import Episode
 
-__all__ = ["Episode", "episode_file", "load_episode", "record_demos", "record_episode"]
+__all__ = ["Episode", "record_demos", "record_episode"]
 
-
-@dataclass(frozen=True, kw_only=True)
-class Episode:
-    """One recorded episode of T steps."""
-
-    main: np.ndarray  # uint8 [T+1, H, W, 3], before each step and after the last
-    wrist: np.ndarray  # uint8 [T+1, H, W, 3]
-    proprio: np.ndarray  # float32 [T+1, 8]
-    actions: np.ndarray  # float32 [T, 7] what the expert wanted
-    executed_actions: np.ndarray  # float32 [T, 7] what ran
-    instruction: str
-    task_id: int
-    init_state_id: int
-    success: bool
+BATCH = 16
+"""Episodes per file; an interrupted recording loses fewer than that."""
 
 
 def record_episode(env: Any, expert: Any, demos: Any, *, task: Any, number: int) -> Episode:
@@ -84,94 +72,114 @@ def record_episode(env: Any, expert: Any, demos: Any, *, task: Any, number: int)
         task_id=task.task_id,
         init_state_id=init_state,
         success=solved_steps > 0,
+        number=number,
+        seed=demos.seed,
     )
 
 
 def record_demos(
     demos: Any, folder: str | Path, report: Callable[[int, int, int], None] = lambda *_: None
 ) -> tuple[int, int]:
-    """Record every episode that is not there yet.
+    """Record every episode that is not there yet, into a LeRobot dataset.
 
     Args:
         demos: :class:`~rlinf_wamrl.pretrain.config.DemosConfig`.
-        folder: where the episodes go, one ``.npz`` each.
+        folder: the dataset's, see :class:`~rlinf_wamrl.data.lerobot_dataset.LeRobotWriter`.
         report: called with (episodes done, episodes in all, successes).
 
     Returns:
         Successes and episodes in all.
+
+    Raises:
+        ValueError: The folder was recorded with another seed or picture size.
     """
-    folder = Path(folder)
-    folder.mkdir(parents=True, exist_ok=True)
+    writer = LeRobotWriter(folder)
+    seeds = {row["seed"] for row in writer.rows} - {demos.seed}
+    if seeds:
+        raise ValueError(
+            f"{folder} was recorded with demos.seed={min(seeds)}, not {demos.seed}: choose another "
+            "demos_dir"
+        )
     wanted = [
         (task, number) for task in demos.task_ids for number in range(demos.episodes_per_task)
     ]
-    missing = [key for key in wanted if not episode_file(folder, *key).exists()]
+    recorded = {(row["task_id"], row["number"]): row["success"] for row in writer.rows}
+    missing = [key for key in wanted if key not in recorded]
     done = len(wanted) - len(missing)
-    successes = sum(
-        load_episode(episode_file(folder, *key)).success
-        for key in wanted
-        if key not in set(missing)
-    )
+    successes = sum(recorded[key] for key in wanted if key in recorded)
     report(done, len(wanted), successes)
-    workers = demos.num_processes or os.cpu_count() or 1
-    chunks = [missing[start::workers] for start in range(workers)]
-    context = multiprocessing.get_context("spawn")
-    queue = context.Manager().Queue()
-    with ProcessPoolExecutor(workers, mp_context=context) as pool:
-        jobs = [pool.submit(_record_some, demos, folder, chunk, queue) for chunk in chunks if chunk]
-        while done < len(wanted):
-            failed = [job for job in jobs if job.done() and job.exception() is not None]
-            if failed:
-                raise failed[0].exception()
-            try:
-                successes += queue.get(timeout=1.0)
-            except Empty:
-                continue
+    pending: list[Episode] = []
+    try:
+        for episode in _in_order(demos, missing):
+            pending.append(episode)
             done += 1
+            successes += episode.success
             report(done, len(wanted), successes)
-        for job in as_completed(jobs):
-            job.result()
+            if len(pending) == BATCH:
+                writer.append(pending)
+                pending = []
+    finally:
+        writer.append(pending)
+    if successes:
+        writer.write_statistics()
     return successes, len(wanted)
 
 
-def _record_some(demos: Any, folder: Path, keys: list[tuple[int, int]], queue: Any) -> None:
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
-    from rlinf_wamrl.envs.demo import SUITE_NAME
-    from rlinf_wamrl.envs.demo.expert import Expert
-    from rlinf_wamrl.envs.libero import EnvSettings, LiberoEnv
-    from rlinf_wamrl.envs.rendering import choose_renderer
-    from rlinf_wamrl.envs.suites import load_suite
-
-    choose_renderer()
-    suite = load_suite(SUITE_NAME)
-    settings = EnvSettings(image_size=demos.image_size, render_quality=demos.render_quality)
-    env, current = None, None
-    for task_id, number in keys:
-        task = suite.tasks[task_id]
-        if task_id != current:
-            if env is not None:
-                env.close()
-            env, current = LiberoEnv(task, settings), task_id
-        episode = record_episode(env, Expert(task.name), demos, task=task, number=number)
-        _save_episode(episode, episode_file(folder, task_id, number))
-        queue.put(int(episode.success))
-    env.close()
-
-
-def episode_file(folder: Path, task_id: int, number: int) -> Path:
-    """Return the file of an episode."""
-    return folder / f"task_{task_id}_episode_{number:05d}.npz"
-
-
-def _save_episode(episode: Episode, path: Path) -> None:
-    with atomic_path(path) as temporary, temporary.open("wb") as stream:
-        np.savez_compressed(stream, **vars(episode))
-
-
-def load_episode(path: str | Path) -> Episode:
-    """Read an episode :func:`record_demos` wrote."""
-    with np.load(path) as archive:
-        values = {name: archive[name] for name in archive.files}
-    return Episode(
-        **{name: value if value.ndim else value.item() for name, value in values.items()}
+def _in_order(demos: Any, keys: list[tuple[int, int]]) -> Iterator[Episode]:
+    """Record in parallel, yield in the order of ``keys``."""
+    workers = demos.num_processes or os.cpu_count() or 1
+    context = multiprocessing.get_context("spawn")
+    pool = ProcessPoolExecutor(
+        workers, mp_context=context, initializer=_prepare_process, initargs=(demos,)
     )
+    ahead = 4 * workers  # bounds the episodes that wait for an earlier one
+    try:
+        jobs = deque(pool.submit(_record, *key) for key in keys[:ahead])
+        for position in range(len(keys)):
+            yield jobs.popleft().result()
+            jobs.extend(
+                pool.submit(_record, *key) for key in keys[position + ahead : position + ahead + 1]
+            )
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+_recorder: _Recorder | None = None
+"""Of this recording process."""
+
+
+def _prepare_process(demos: Any) -> None:
+    global _recorder
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    _recorder = _Recorder(demos)
+
+
+def _record(task_id: int, number: int) -> Episode:
+    return _recorder.record(task_id, number)
+
+
+class _Recorder:
+    """Keeps the environment of one task, the last one asked for."""
+
+    def __init__(self, demos: Any) -> None:
+        from rlinf_wamrl.envs.demo import SUITE_NAME
+        from rlinf_wamrl.envs.rendering import choose_renderer
+        from rlinf_wamrl.envs.suites import load_suite
+
+        choose_renderer()
+        self._demos = demos
+        self._suite = load_suite(SUITE_NAME)
+        self._task_id: int | None = None
+        self._env: Any = None
+
+    def record(self, task_id: int, number: int) -> Episode:
+        from rlinf_wamrl.envs.demo.expert import Expert
+        from rlinf_wamrl.envs.libero import EnvSettings, LiberoEnv
+
+        task, demos = self._suite.tasks[task_id], self._demos
+        if task_id != self._task_id:
+            if self._env is not None:
+                self._env.close()
+            settings = EnvSettings(image_size=demos.image_size, render_quality=demos.render_quality)
+            self._env, self._task_id = LiberoEnv(task, settings), task_id
+        return record_episode(self._env, Expert(task.name), demos, task=task, number=number)

@@ -5,9 +5,11 @@ import pytest
 from omegaconf import OmegaConf
 
 from rlinf_wamrl.config.compose import compose_typed, shipped_config
+from rlinf_wamrl.data.lerobot_dataset import STATISTICS_FILE, LeRobotDataset, LeRobotWriter
+from rlinf_wamrl.normalisation import DatasetStatistics
 from rlinf_wamrl.pretrain.config import PretrainConfig
-from rlinf_wamrl.pretrain.dataset import load_successes, window_indices
-from rlinf_wamrl.pretrain.demos import episode_file, load_episode, record_demos
+from rlinf_wamrl.pretrain.dataset import load_successes, statistics_of, window_indices
+from rlinf_wamrl.pretrain.demos import record_demos
 from rlinf_wamrl.pretrain.train import pretrain
 from rlinf_wamrl.wam.pretrained import load_pretrained
 
@@ -37,7 +39,8 @@ def recorded(tmp_path_factory):
 def test_episodes_show_clean_labels_beside_noisy_executions(recorded):
     folder, _, (successes, total) = recorded
     assert total == 3 and successes >= 2
-    episodes = [load_episode(episode_file(folder / "demos", 0, n)) for n in range(3)]
+    episodes = list(LeRobotDataset(folder / "demos").episodes())
+    assert [episode.number for episode in episodes] == [0, 1, 2]
     for episode in episodes:
         steps = len(episode.actions)
         assert episode.main.shape == episode.wrist.shape == (steps + 1, 64, 64, 3)
@@ -49,15 +52,37 @@ def test_episodes_show_clean_labels_beside_noisy_executions(recorded):
 
 def test_recording_resumes_and_is_a_function_of_seed_task_and_number(recorded, tmp_path):
     folder, cfg, _ = recorded
-    first = episode_file(folder / "demos", 0, 0)
+    first = folder / "demos/data/chunk-000/file-000.parquet"
     before = first.stat().st_mtime_ns
     record_demos(cfg.demos, cfg.demos_dir)
     assert first.stat().st_mtime_ns == before
     one = OmegaConf.merge(cfg.demos, {"episodes_per_task": 1, "num_processes": 1})
     record_demos(one, tmp_path)
-    again, original = load_episode(episode_file(tmp_path, 0, 0)), load_episode(first)
-    assert np.array_equal(again.executed_actions, original.executed_actions)
-    assert np.array_equal(again.main, original.main)
+    two = OmegaConf.merge(one, {"episodes_per_task": 2})
+    seen = []
+    record_demos(two, tmp_path, lambda *counts: seen.append(counts))
+    assert seen[0][:2] == (1, 2)
+    again = LeRobotDataset(tmp_path).episodes()
+    original = LeRobotDataset(folder / "demos").episodes()
+    for ours, theirs in zip(again, original, strict=False):
+        assert np.array_equal(ours.executed_actions, theirs.executed_actions)
+        assert np.array_equal(ours.main, theirs.main)
+    with pytest.raises(ValueError, match="another demos_dir"):
+        record_demos(OmegaConf.merge(two, {"seed": 1}), tmp_path)
+
+
+def test_the_dataset_carries_the_statistics_that_training_uses(recorded):
+    folder, cfg, _ = recorded
+    written = DatasetStatistics.load(folder / "demos" / STATISTICS_FILE)
+    assert written == statistics_of(load_successes(cfg.demos_dir))
+
+
+def test_the_order_of_recording_does_not_reach_training(recorded, tmp_path):
+    folder, cfg, _ = recorded
+    episodes = list(LeRobotDataset(folder / "demos").episodes())
+    LeRobotWriter(tmp_path).append(episodes[::-1])
+    numbers = [episode.number for episode in load_successes(tmp_path)]
+    assert numbers == [episode.number for episode in load_successes(cfg.demos_dir)]
 
 
 def test_a_pretrained_model_is_saved_whole_with_its_measured_success(recorded):
