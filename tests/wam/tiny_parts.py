@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 
 import torch
-from diffusers import AutoencoderKLWan
 from example_statistics import statistics
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast, UMT5Config, UMT5EncoderModel
@@ -15,7 +14,7 @@ from rlinf_wamrl.processing import Processor, ProcessorConfig
 from rlinf_wamrl.wam.config import ActionExpertConfig, VideoExpertConfig, WAMConfig
 from rlinf_wamrl.wam.loading import save_fastwam
 from rlinf_wamrl.wam.text import FASTWAM_PROMPT, HashedWordEncoder
-from rlinf_wamrl.wam.vae_wan22 import WAN22_LATENTS_MEAN, WAN22_LATENTS_STD, Wan22VAE
+from rlinf_wamrl.wam.vae_wan22 import Wan22VAE, build_wan22_model
 from rlinf_wamrl.wam.wam import WAM
 
 LIFT = "lift the red cube"
@@ -46,25 +45,15 @@ def tiny_wam(**changes) -> WAM:
 
 
 def tiny_vae() -> Wan22VAE:
+    """The architecture of the Wan2.2 autoencoder, 4 channels wide, one block per stage."""
     torch.manual_seed(1)
-    return Wan22VAE(
-        AutoencoderKLWan(
-            base_dim=4,
-            decoder_base_dim=4,
-            num_res_blocks=1,
-            z_dim=48,
-            dim_mult=[1, 2, 4, 4],
-            temperal_downsample=[False, True, True],
-            is_residual=True,
-            in_channels=12,
-            out_channels=12,
-            patch_size=2,
-            scale_factor_spatial=16,
-            scale_factor_temporal=4,
-            latents_mean=list(WAN22_LATENTS_MEAN),
-            latents_std=list(WAN22_LATENTS_STD),
-        )
-    )
+    shapes = {
+        "encoder.conv1.weight": torch.empty(4),
+        "decoder.head.0.gamma": torch.empty(4),
+        "conv2.weight": torch.empty(48),
+        "encoder.downsamples.0.downsamples.0.residual.0.gamma": torch.empty(4),
+    }
+    return Wan22VAE(build_wan22_model(shapes))
 
 
 def tiny_policy(wam: WAM | None = None, vae=None, **settings) -> WAMPolicy:
