@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import socket
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -17,7 +18,7 @@ from typing import Any
 
 from omegaconf import DictConfig
 
-__all__ = ["ray_session"]
+__all__ = ["check_ray_answers", "ray_session"]
 
 _QUIET = {
     "RAY_USAGE_STATS_ENABLED": "0",
@@ -44,6 +45,7 @@ def ray_session(cluster: DictConfig, log_folder: Path) -> Iterator[None]:
     import ray
 
     if os.environ.get("RAY_ADDRESS"):
+        check_ray_answers(os.environ["RAY_ADDRESS"])
         try:
             yield
         finally:
@@ -81,6 +83,23 @@ def ray_session(cluster: DictConfig, log_folder: Path) -> Iterator[None]:
         with suppress(OSError):
             _keep_logs(folder, log_folder)
         shutil.rmtree(folder, ignore_errors=True)
+
+
+def check_ray_answers(address: str, timeout: float = 5.0) -> None:
+    """Raise ConnectionError, in words, unless something listens at a ``host:port`` address.
+
+    Ray itself would try for minutes. Other forms (``auto``, ``local``) are left to Ray.
+    """
+    host, separator, port = address.removeprefix("ray://").rpartition(":")
+    if not separator or not port.isdigit():
+        return
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), timeout).close()
+    except OSError as error:
+        raise ConnectionError(
+            f"RAY_ADDRESS={address}, but nothing answers there ({error}): start Ray on that "
+            "machine, or unset RAY_ADDRESS to let the run start its own"
+        ) from error
 
 
 def _keep_logs(ray_folder: Path, log_folder: Path) -> None:
