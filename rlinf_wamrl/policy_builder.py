@@ -112,7 +112,10 @@ def _load(checkpoint: Checkpoint, cfg: Any, dtype: torch.dtype) -> PretrainedWAM
         tokenizer=None if cfg.tokenizer_path is None else Path(cfg.tokenizer_path),
         text_embedding_cache=Path(cfg.text_embedding_cache_dir),
     )
-    return parts.surround(model, statistics, _processor_config(cfg))
+    pretrained = parts.surround(model, statistics, _processor_config(cfg))
+    if cfg.instructions:  # here the first worker does it for all; in a rollout all would wait
+        pretrained.text_encoder.encode(list(cfg.instructions))
+    return pretrained
 
 
 def _processor_config(cfg: Any) -> ProcessorConfig:

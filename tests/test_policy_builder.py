@@ -53,7 +53,15 @@ def test_an_official_file_becomes_the_policy_of_a_run(release, tmp_path, mode):
     assert record["chain"].shape == (BATCH, 4, 32, 7)
     assert ("video_latents" in record) == (mode == "idm")
     assert torch.equal(policy.default_forward(record)["logprobs"], result["prev_logprobs"])
-    assert len(list((tmp_path / "texts").rglob("*.safetensors"))) == 1
+
+
+def test_the_instructions_of_all_tasks_are_encoded_before_the_first_rollout(release, tmp_path):
+    keys = tiny_model_keys(release, release / "mine.pt")
+    keys["text_embedding_cache_dir"] = str(tmp_path / "texts")
+    run = compose_tiny(tmp_path, keys, "env.train.task_ids=[0,1]", "env.eval.task_ids=[2]")
+    assert LIFT in run.actor.model.instructions
+    build_policy(run.actor.model, torch.float32)
+    assert len(list((tmp_path / "texts").rglob("*.safetensors"))) == 3
 
 
 def test_precision_is_that_of_the_section(release, tmp_path):

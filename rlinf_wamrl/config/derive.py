@@ -16,11 +16,12 @@ DEMO_STATES = {"train": [0, 80], "eval": [80, 200]}
 
 
 def derive_from_tasks(run: DictConfig) -> None:
-    """Fill in initial states and rollout lengths of both sides, in place.
+    """Fill in initial states, rollout lengths and instructions of both sides, in place.
 
     Raises:
         ConfigError: an unknown suite, task or state, missing files, or episodes that would be cut.
     """
+    instructions = set(run.actor.model.instructions)
     for side in ("train", "eval"):
         env = run.env[side]
         if env.init_state_range is None and env.task_suite_name == SUITE_NAME:
@@ -33,6 +34,8 @@ def derive_from_tasks(run: DictConfig) -> None:
             raise ConfigError(f"env.{side}.task_suite_name: {error}") from error
         env.init_state_range = list(states)
         _derive_length(run, side, suite, task_ids)
+        instructions.update(suite.tasks[task].language for task in task_ids)
+    run.actor.model.instructions = sorted(instructions)
 
 
 def _derive_length(run: DictConfig, side: str, suite: Suite, task_ids: list[int]) -> None:

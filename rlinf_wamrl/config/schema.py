@@ -193,6 +193,8 @@ class ModelConfig:
     text_embedding_cache_dir: str | None = None
     """With a FastWAM file or Wan2.2: folder in which encoded instructions are kept, so that the
     text encoder is loaded for new ones only."""
+    instructions: list[str] = field(default_factory=list)
+    """Encoded before the first rollout; filled in from the chosen tasks."""
     variant: str | None = None
     """What actions see of the video: uncond, joint, idm or optional_idm. Null takes the
     checkpoint's own; must be set for a FastWAM file that is no known release."""

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import fcntl
 import gc
 import hashlib
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -23,7 +25,8 @@ class CachedTextEncoder:
     """A text encoder whose results stay on disk; the real one is built only for new texts.
 
     One file per (instruction, encoder identity, length), written atomically, so that any number
-    of processes may share a folder. Pads are zero and are not stored.
+    of processes may share a folder. Those that lack embeddings take turns: the first one to come
+    computes them, and the others find them. Pads are zero and are not stored.
     """
 
     def __init__(
@@ -56,14 +59,27 @@ class CachedTextEncoder:
 
     def encode(self, instructions: Sequence[str]) -> tuple[Tensor, Tensor]:
         """See :meth:`TextEncoder.encode`; embeddings are on the CPU in ``dtype``."""
-        missing = [text for text in dict.fromkeys(instructions) if not self._path(text).exists()]
-        if missing:
-            self._fill(missing)
+        if self._missing(instructions):
+            with self._turn():
+                missing = self._missing(instructions)
+                if missing:
+                    self._fill(missing)
         embeddings = torch.zeros(len(instructions), self.length, self.dim, dtype=self.dtype)
         for row, text in zip(embeddings, instructions, strict=True):
             tokens = self._read(self._path(text))
             row[: len(tokens)] = tokens.to(self.dtype)
         return embeddings, torch.ones(len(instructions), self.length, dtype=torch.bool)
+
+    def _missing(self, instructions: Sequence[str]) -> list[str]:
+        return [text for text in dict.fromkeys(instructions) if not self._path(text).exists()]
+
+    @contextmanager
+    def _turn(self) -> Iterator[None]:
+        """Wait until no other process fills the cache: each would load the whole encoder."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        with (self.folder / ".lock").open("w") as file:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            yield
 
     def _path(self, text: str) -> Path:
         key = hashlib.sha256(json.dumps([self.identity, self.length, text]).encode()).hexdigest()

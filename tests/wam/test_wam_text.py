@@ -169,16 +169,22 @@ def test_cache_errors_name_the_file(tmp_path):
 
 
 def _encode_many(folder):
-    encoder = HashedWordEncoder(dim=4, length=4)
-    cached = CachedTextEncoder(folder, lambda: encoder, identity="x", length=4, dim=4)
-    encoder.identity = "x"
+    def build():
+        with (folder / "builds").open("a") as log:
+            log.write("built\n")
+        encoder = HashedWordEncoder(dim=4, length=4)
+        encoder.identity = "x"
+        return encoder
+
+    cached = CachedTextEncoder(folder, build, identity="x", length=4, dim=4)
     texts = [f"word {i}" for i in range(20)]
     return cached.encode(texts)[0].sum().item()
 
 
-def test_cache_is_safe_with_several_processes(tmp_path):
+def test_one_of_several_processes_fills_the_cache_for_all(tmp_path):
     with multiprocessing.get_context("fork").Pool(4) as pool:
         sums = pool.map(_encode_many, [tmp_path] * 8)
     assert len(set(sums)) == 1
+    assert (tmp_path / "builds").read_text() == "built\n"
     assert len(list(tmp_path.rglob("*.safetensors"))) == 20
     assert not list(tmp_path.rglob("*.tmp"))
