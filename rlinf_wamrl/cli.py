@@ -8,13 +8,15 @@ from __future__ import annotations
 import argparse
 import sys
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from rlinf_wamrl import __version__
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
+
+    from rlinf_wamrl.report.console import Console
 
 __all__ = ["main"]
 
@@ -44,6 +46,22 @@ def _parser() -> argparse.ArgumentParser:
     run.add_argument("overrides", nargs="*", help="key=value, for example runner.max_steps=3")
     run.set_defaults(function=_run)
 
+    collect = verbs.add_parser(
+        "collect", help="roll out a policy and write its episodes as a LeRobot dataset"
+    )
+    collect.add_argument("config", help="YAML file of a run; runner.resume_dir takes a checkpoint")
+    collect.add_argument("overrides", nargs="*", help="key=value, as for run")
+    collect.add_argument(
+        "--episodes",
+        type=int,
+        default=None,
+        help="how many to play, rounded up to rounds of env.train.total_num_envs (default: one)",
+    )
+    collect.add_argument("--output", help="dataset folder (default: in the run's folder)")
+    collect.add_argument("--explore", action="store_true", help="sample as training does")
+    collect.add_argument("--only-success", action="store_true", help="write successes only")
+    collect.set_defaults(function=_collect)
+
     for name, function, summary in (
         ("demos", _demos, "record scripted-expert episodes of the demo suite"),
         ("pretrain", _pretrain, "train a small World-Action Model on recorded episodes"),
@@ -56,6 +74,26 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _run(options: argparse.Namespace) -> int:
+    from rlinf_wamrl.runtime.launch import run_training
+
+    return _with_run(options, run_training)
+
+
+def _collect(options: argparse.Namespace) -> int:
+    from rlinf_wamrl.runtime.collection import Collection
+    from rlinf_wamrl.runtime.launch import run_collection
+
+    collection = Collection(
+        episodes=options.episodes,
+        folder=options.output,
+        explore=options.explore,
+        only_success=options.only_success,
+    )
+    return _with_run(options, lambda cfg, console: run_collection(cfg, collection, console))
+
+
+def _with_run(options: argparse.Namespace, start: Callable[[DictConfig, Console], None]) -> int:
+    """Compose the configuration and start what is to be done with it."""
     from rlinf_wamrl.report.console import Console
 
     console = Console()
@@ -71,10 +109,9 @@ def _run(options: argparse.Namespace) -> int:
     for doubt in doubts:
         console.line(f"warning: {doubt.message}")
     from rlinf_wamrl.runtime.failures import EXPECTED_ERRORS
-    from rlinf_wamrl.runtime.launch import run_training
 
     try:
-        run_training(cfg, console)
+        start(cfg, console)
     except EXPECTED_ERRORS as error:
         console.done()
         return _fail(str(error))

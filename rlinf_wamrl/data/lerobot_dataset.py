@@ -155,9 +155,8 @@ class LeRobotWriter:
         for episode in episodes:
             self._check(episode, features)
         file = _file_of(self._rows[-1]) + 1 if self._rows else 0
-        instructions = list(
-            dict.fromkeys([*self._instructions, *(e.instruction for e in episodes)])
-        )
+        new = [episode.instruction for episode in episodes]
+        instructions = list(dict.fromkeys([*self._instructions, *new]))
         first = self._rows[-1]["dataset_to_index"] if self._rows else 0
         rows, tables, parts = [], [], []
         for position, episode in enumerate(episodes):

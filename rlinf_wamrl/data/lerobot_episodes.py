@@ -1,7 +1,9 @@
 """From vectorised action chunks to finished episodes, frame by frame.
 
-A frame is the dict that RLinf's LeRobot writer takes. Shape symbols: B environments of one source,
-C actions of a chunk, A the width of one action.
+A frame is the dict that RLinf's LeRobot writer takes, and two things more where the environment
+gives them: the integers that name the episode, and in the last frame what was observed after it
+(``final_image``, ``final_wrist_image``, ``final_state``). Shape symbols: B environments of one
+source, C actions of a chunk, A the width of one action.
 """
 
 from __future__ import annotations
@@ -15,10 +17,13 @@ import torch
 
 from rlinf_wamrl.data.parts import PolicyOutput
 
-__all__ = ["Episode", "EpisodeRecorder"]
+__all__ = ["EPISODE_IDS", "Episode", "EpisodeRecorder"]
 
 Frame = dict[str, Any]
 Episode = list[Frame]
+
+EPISODE_IDS = ("task_id", "init_state_id", "seed", "episode_id")
+"""Entries of an observation, int64 [B], that frames take over as they are."""
 
 _SUCCESS_KEYS = ("success_once", "success_at_end", "success")
 _OBSERVATION_NAMES = {
@@ -58,6 +63,7 @@ class _LowLevelStep:
     terminated: bool
     truncated: bool
     reset_observation: Any  # first observation of the next episode, if it came along
+    final_observation: Any  # observation after the episode's last action, likewise
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,7 +78,7 @@ class EpisodeRecorder:
     its own in ``infos["final_observation"]``, and the listed one, already of the next episode,
     goes with that episode's first action. With the mask, observations are those each action was
     chosen from, and slots that did not run give no frame; terminal flags of a partly executed chunk
-    count on its last executed slot.
+    count on its last executed slot; ``infos["final_observation"]`` is what was observed after it.
     """
 
     num_envs: int
@@ -129,7 +135,7 @@ class EpisodeRecorder:
         kept = not self.only_success or (success and step.terminated)
         return (
             _Running(seed_observation=state.seed_observation),
-            _finish(frames, success) if kept else [],
+            _finish(frames, success, step.final_observation) if kept else [],
         )
 
 
@@ -203,11 +209,14 @@ class _Chunk:
         truncated = bool(self.truncations[env_id, index])
         infos = self.infos[index]
         observation, reset_observation = self.observations[index], None
+        final_observation = None
         if isinstance(infos, dict) and "final_observation" in infos:
             if terminated or truncated:
                 if self.valid is None:
                     reset_observation = _row(observation, env_id, num_envs)
                     observation = infos["final_observation"]
+                else:
+                    final_observation = _row(infos["final_observation"], env_id, num_envs)
                 infos = infos.get("final_info", {})
             else:
                 hidden = ("final_observation", "final_info")
@@ -226,28 +235,36 @@ class _Chunk:
             terminated=terminated,
             truncated=truncated,
             reset_observation=reset_observation,
+            final_observation=final_observation,
         )
 
 
 def _frame(step: _LowLevelStep, observation: Any, segment: int) -> Frame | None:
     """Frame without its episode's outcome; ``None`` where the observation has no state."""
-    if not isinstance(observation, dict):
+    observed = _observed(observation)
+    if "state" not in observed:
         return None
+    action = step.expert_action if step.intervened else step.action
+    return {
+        **observed,
+        "actions": np.asarray(action, dtype=np.float32).reshape(-1),
+        "task": _task(observation.get("task_descriptions")),
+        "intervene_flag": np.array([step.intervened]),
+        "segment_id": np.array([segment], dtype=np.uint8),
+        **{name: int(observation[name]) for name in EPISODE_IDS if name in observation},
+    }
+
+
+def _observed(observation: Any) -> Frame:
+    """State and pictures of one environment's observation, by the names that frames have."""
+    if not isinstance(observation, dict):
+        return {}
     values = {
         name: _array(next((observation[key] for key in keys if key in observation), None))
         for name, keys in _OBSERVATION_NAMES.items()
     }
     state = values.pop("state")
-    if state is None:
-        return None
-    action = step.expert_action if step.intervened else step.action
-    frame = {
-        "state": state.astype(np.float32),
-        "actions": np.asarray(action, dtype=np.float32).reshape(-1),
-        "task": _task(observation.get("task_descriptions")),
-        "intervene_flag": np.array([step.intervened]),
-        "segment_id": np.array([segment], dtype=np.uint8),
-    }
+    frame = {} if state is None else {"state": state.astype(np.float32)}
     for name, images in values.items():
         if images is None:
             continue
@@ -258,12 +275,14 @@ def _frame(step: _LowLevelStep, observation: Any, segment: int) -> Frame | None:
     return frame
 
 
-def _finish(frames: tuple[_RecordedFrame, ...], success: bool) -> Episode:
+def _finish(frames: tuple[_RecordedFrame, ...], success: bool, final_observation: Any) -> Episode:
+    after = {f"final_{name}": value for name, value in _observed(final_observation).items()}
     return [
         {
             **frame.data,
             "is_success": np.array([success]),
             "done": np.array([index == len(frames) - 1]),
+            **(after if index == len(frames) - 1 else {}),
         }
         for index, frame in enumerate(frames)
     ]

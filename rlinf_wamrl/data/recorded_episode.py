@@ -76,13 +76,15 @@ class Episode:
                 f"the frames lack {sorted(needed)}: the environment must report ids in its "
                 "observations and the final observation in its infos."
             )
+
+        def observed(name: str) -> np.ndarray:
+            return np.stack([*(frame[name] for frame in frames), last[f"final_{name}"]])
+
         actions = np.stack([frame["actions"] for frame in frames])
         return cls(
-            main=np.stack([*(frame["image"] for frame in frames), last["final_image"]]),
-            wrist=np.stack(
-                [*(frame["wrist_image"] for frame in frames), last["final_wrist_image"]]
-            ),
-            proprio=np.stack([*(frame["state"] for frame in frames), last["final_state"]]),
+            main=observed("image"),
+            wrist=observed("wrist_image"),
+            proprio=observed("state"),
             actions=actions,
             executed_actions=actions,
             instruction=first["task"],

@@ -161,22 +161,23 @@ class SuccessEpisode:
         cls,
         frames: Sequence[Mapping[str, Any]],
         *,
-        task_id: int,
-        initial_state_id: int,
-        seed: int = 0,
+        task_id: int | None = None,
+        initial_state_id: int | None = None,
+        seed: int | None = None,
         views: Sequence[str] = ("image", "wrist_image"),
     ) -> SuccessEpisode:
         """Build an episode from the frames that the collector emits in LeRobot mode.
 
         Args:
             frames: Frames in order of time, observed before their actions.
-            task_id: Task of the episode.
-            initial_state_id: Stored initial state it began from.
-            seed: Seed of the environment.
+            task_id: Task of the episode; by default what the frames say.
+            initial_state_id: Stored initial state it began from; likewise.
+            seed: Seed of the environment; likewise, and 0 where they say nothing.
             views: Cameras to put side by side, uint8 [height, width, 3] each.
 
         Raises:
-            ValueError: No frames, a failed episode, or a camera that frames lack.
+            ValueError: No frames, a failed episode, a camera that frames lack, or ids that neither
+                they nor the caller give.
         """
         if not frames:
             raise ValueError("a successful episode needs at least one frame.")
@@ -185,13 +186,20 @@ class SuccessEpisode:
         missing = [view for view in views if view not in frames[0]]
         if missing:
             raise ValueError(f"the frames have no {missing}; they have {sorted(frames[0])}.")
+        given = {"task_id": task_id, "init_state_id": initial_state_id}
+        ids = {
+            name: frames[0].get(name) if value is None else value for name, value in given.items()
+        }
+        unknown = [name for name, value in ids.items() if value is None]
+        if unknown:
+            raise ValueError(f"the frames do not say the episode's {unknown}: pass them.")
         pictures = np.stack([np.concatenate([f[view] for view in views], axis=1) for f in frames])
         return cls(
             frames=torch.from_numpy(pictures).permute(0, 3, 1, 2).contiguous(),
             executed_actions=torch.from_numpy(np.stack([frame["actions"] for frame in frames])),
             proprio=torch.from_numpy(np.stack([frame["state"] for frame in frames])),
-            task_id=task_id,
+            task_id=int(ids["task_id"]),
             instruction=frames[0]["task"],
-            initial_state_id=initial_state_id,
-            seed=seed,
+            initial_state_id=int(ids["init_state_id"]),
+            seed=int(frames[0].get("seed", 0) if seed is None else seed),
         )

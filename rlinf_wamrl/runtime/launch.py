@@ -10,9 +10,10 @@ from pathlib import Path
 from omegaconf import DictConfig, OmegaConf, open_dict
 
 from rlinf_wamrl.report.console import Console, duration
+from rlinf_wamrl.runtime.collection import Collection
 from rlinf_wamrl.runtime.ray_session import ray_session
 
-__all__ = ["run_training"]
+__all__ = ["run_collection", "run_training"]
 
 
 def run_training(cfg: DictConfig, console: Console) -> None:
@@ -21,6 +22,20 @@ def run_training(cfg: DictConfig, console: Console) -> None:
     Raises:
         WorkerFailedError: a worker failed or died.
     """
+    _run(cfg, console)
+
+
+def run_collection(cfg: DictConfig, collection: Collection, console: Console) -> None:
+    """Roll out the policy of a validated configuration and write its episodes.
+
+    Raises:
+        WorkerFailedError: a worker failed or died.
+        ValueError: episodes of another size are in the dataset already.
+    """
+    _run(collection.configure(cfg), console, collection)
+
+
+def _run(cfg: DictConfig, console: Console, collection: Collection | None = None) -> None:
     started = time.monotonic()
     folder = Path(cfg.runner.logger.log_path) / cfg.runner.logger.experiment_name
     folder.mkdir(parents=True, exist_ok=True)
@@ -29,14 +44,16 @@ def run_training(cfg: DictConfig, console: Console) -> None:
     console.line(f"run folder {folder}")
     console.phase("starting Ray")
     with ray_session(cfg.cluster, folder / "worker_logs"):
-        _run_on_cluster(cfg, console, started)
+        _run_on_cluster(cfg, console, started, collection)
     console.line(
         f"done in {duration(time.monotonic() - started)}; logs, checkpoints and TensorBoard files "
         f"are in {folder}"
     )
 
 
-def _run_on_cluster(cfg: DictConfig, console: Console, started: float) -> None:
+def _run_on_cluster(
+    cfg: DictConfig, console: Console, started: float, collection: Collection | None
+) -> None:
     import rlinf_wamrl
     from rlinf_wamrl.runtime.failures import raise_worker_failures
     from rlinf_wamrl.runtime.rlinf_compat import report_worker_failures
@@ -49,6 +66,7 @@ def _run_on_cluster(cfg: DictConfig, console: Console, started: float) -> None:
     from rlinf.scheduler import Cluster
     from rlinf.utils.placement import HybridComponentPlacement
 
+    from rlinf_wamrl.runtime.collection_runner import CollectionRunner
     from rlinf_wamrl.runtime.runner import WAMRunner
     from rlinf_wamrl.workers.env_worker import WAMEnvWorker
     from rlinf_wamrl.workers.learner import WAMLearner
@@ -63,7 +81,7 @@ def _run_on_cluster(cfg: DictConfig, console: Console, started: float) -> None:
     groups = {}
     uses_reward_worker = cfg.RL.lambda_rec > 0 and cfg.RL.reconstruction.placement == "worker"
     classes = {"rollout": WAMRolloutWorker, "env": WAMEnvWorker}
-    if not cfg.runner.only_eval:
+    if not cfg.runner.only_eval and collection is None:
         classes["actor"] = WAMLearner
         if uses_reward_worker:
             classes["reward"] = WAMRewardWorker
@@ -73,7 +91,10 @@ def _run_on_cluster(cfg: DictConfig, console: Console, started: float) -> None:
             name=cfg[component].group_name,
             placement_strategy=placement.get_strategy(component),
         )
-    runner = WAMRunner(cfg, console=console, **groups)
+    if collection is None:
+        runner = WAMRunner(cfg, console=console, **groups)
+    else:
+        runner = CollectionRunner(cfg, console=console, collection=collection, **groups)
     console.phase("building models and environments")
     runner.init_workers()
     console.line(f"ready after {duration(time.monotonic() - started)}")

@@ -21,12 +21,13 @@ from rlinf_wamrl.data.interface import (
     TrajectoryKey,
     TrajectorySource,
 )
-from rlinf_wamrl.policy import RECORD_IDS
+from rlinf_wamrl.data.plan import TrajectoryMode, TrajectoryPlan
+from rlinf_wamrl.workers.episode_payload import episode_payload, policy_observation
 from rlinf_wamrl.workers.messages import pack_observation_shards, pack_request_shards
 from rlinf_wamrl.workers.reward_worker import REWARD_TAG
 from rlinf_wamrl.workers.trajectory_channel import PROGRESS_KEY
 
-__all__ = ["FUTURE_KEYS", "WAMEnvWorker", "policy_observation"]
+__all__ = ["FUTURE_KEYS", "WAMEnvWorker"]
 
 FUTURE_KEYS = ("future_frames", "future_states", "future_frames_mask")
 """Observation entries that describe the chunk just executed."""
@@ -48,6 +49,7 @@ class WAMEnvWorker(EnvWorker):
         super().__init__(cfg)
         self._iteration = 0
         self._keeps_future = bool(cfg.rollout.collect_transitions)
+        self._records_episodes = TrajectoryPlan.mode_from_cfg(cfg) is TrajectoryMode.LEROBOT
 
     def set_global_step(self, global_step: int) -> None:
         """Key the next rollout: its tasks, initial states and random streams follow from it."""
@@ -83,6 +85,12 @@ class WAMEnvWorker(EnvWorker):
                     if reward_channel is not None:
                         output = self._rewarded(
                             before[stage], output, stage, reward_channel, input_channel
+                        )
+                    if self._records_episodes:
+                        payload = episode_payload(before[stage], output, actions, episode)
+                        output = EnvOutput(
+                            obs=output.obs,
+                            transition=output.transition.with_trajectory_data(episode_data=payload),
                         )
                     before[stage] = output
                     initial = first[stage].transition if chunk == 0 else None
@@ -283,10 +291,3 @@ class _Progress:
         successes = self._finished[1] + sum(running[1] for running in self._running)
         item = (self._rank, ended, successes)
         self._channel.put(item, key=PROGRESS_KEY, async_op=True)
-
-
-def policy_observation(output: EnvOutput) -> dict[str, Any]:
-    """Return what the policy reads: RLinf's five keys, plus the integers that name the episode."""
-    observation = output.prepare_observations(output.obs)
-    observation.update({name: output.obs[name] for name in RECORD_IDS if name in output.obs})
-    return observation

@@ -16,6 +16,7 @@ from rlinf.workers.rollout.hf.huggingface_worker import MultiStepRolloutWorker
 
 from rlinf_wamrl.checkpoint import read_trained_weights
 from rlinf_wamrl.data.interface import EnvPart, PolicyInput, PolicyOutput, PolicyPart
+from rlinf_wamrl.data.plan import TrajectoryMode, TrajectoryPlan, option
 from rlinf_wamrl.data.wire import pack_message, unpack_message
 from rlinf_wamrl.workers.env_worker import (
     EVAL_ACTIONS_TAG,
@@ -40,6 +41,10 @@ class WAMRolloutWorker(MultiStepRolloutWorker):
     def __init__(self, cfg: DictConfig) -> None:
         """Read the sizes; the model is built in ``init_worker``."""
         super().__init__(cfg)
+        self._records_episodes = TrajectoryPlan.mode_from_cfg(cfg) is TrajectoryMode.LEROBOT
+        # without a learner to explore for, the policy is deterministic unless asked otherwise
+        explores = bool(option(cfg, "rollout.explore", not self._records_episodes))
+        self._rollout_mode = "train" if explores else "eval"
         if cfg.rollout.num_threads is not None:
             torch.set_num_threads(cfg.rollout.num_threads)
 
@@ -47,7 +52,8 @@ class WAMRolloutWorker(MultiStepRolloutWorker):
         """Build the policy; without a learner, load the weights of ``runner.resume_dir`` too."""
         super().init_worker()
         resume = self.cfg.runner.resume_dir
-        if self.only_eval and resume is not None:
+        has_learner = not (self.only_eval or self._records_episodes)
+        if resume is not None and not has_learner:
             self.hf_model.load_state_dict(read_trained_weights(resume), strict=False)
 
     def setup_sample_params(self) -> None:
@@ -123,8 +129,12 @@ class WAMRolloutWorker(MultiStepRolloutWorker):
     def _answer(
         self, request: PolicyInput, stage: int, output_channel: Channel, actor_channel: Channel
     ) -> None:
-        actions, result = self.predict(request.obs, mode="train")
+        actions, result = self.predict(request.obs, mode=self._rollout_mode)
         self._send_actions(output_channel, actions, stage, TRAIN_ACTIONS_TAG, self.train_batch_size)
+        if self._records_episodes:  # the env's half has everything an episode needs
+            part = PolicyPart(sources=request.sources, obs={}, external_actions=actions)
+            actor_channel.put(pack_message(part), async_op=True)
+            return
         logprobs = result["prev_logprobs"]
         output = PolicyOutput(
             forward_inputs=result["forward_inputs"],
