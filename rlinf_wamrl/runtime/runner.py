@@ -11,9 +11,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import ray
 import torch
 from omegaconf import DictConfig
+from PIL import Image
 from rlinf.runners.embodied_runner import EmbodiedRunner
 
 from rlinf_wamrl.envs.suites import load_suite
@@ -285,7 +287,10 @@ class WAMRunner(EmbodiedRunner):
         self.console.line(f"{title}: {'; '.join(parts)}")
 
     def _report(self, metrics: dict[str, float]) -> None:
+        seconds = self._iteration_seconds[-1]
+        metrics["time/episodes_per_hour"] = 3600.0 * metrics["rollout/episodes"] / seconds
         self.metric_logger.log(metrics, self.global_step)
+        self._show_picture()
         with (self.run_folder / "iterations.jsonl").open("a") as stream:
             stream.write(json.dumps({"iteration": self.global_step, **metrics}) + "\n")
         recent = self._iteration_seconds[-5:]
@@ -302,6 +307,14 @@ class WAMRunner(EmbodiedRunner):
             + f"{self._iteration_seconds[-1]:.0f}s"
             + (f"  left {duration(left)}" if left else "")
         )
+
+    def _show_picture(self) -> None:
+        """Put this iteration's imagined and executed frames into TensorBoard, where it is on."""
+        picture = self.run_folder / "pictures" / f"iteration_{self.global_step:04d}.png"
+        board = self.metric_logger.logger.get("tensorboard")
+        if picture.is_file() and board is not None:
+            pixels = np.asarray(Image.open(picture))
+            board.writer.add_image("imagined_executed", pixels, self.global_step, dataformats="HWC")
 
     def _is_due(self, interval: int) -> bool:
         if interval <= 0:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,6 +16,8 @@ __all__ = [
     "drift_message",
     "executed_steps",
     "mini_batches",
+    "per_step_metrics",
+    "resident_gib",
     "rows_of",
     "select_rows",
     "task_rewards",
@@ -117,6 +121,35 @@ def mini_batches(
             part["loss_mask"] = part["loss_mask"].clone()
             part["loss_mask"][filler] = False
         yield part
+
+
+@torch.no_grad()
+def per_step_metrics(rows: dict[str, Any], logprobs: Tensor) -> dict[str, float]:
+    """Return ratio, KL and clip-prone share per stochastic denoising step, for chains with one.
+
+    Args:
+        rows: a batch with ``prev_logprobs``, ``loss_mask`` and ``forward_inputs``' ``k_star``.
+        logprobs: [N,C,A] new log-probs.
+    """
+    k_star = rows["forward_inputs"]["k_star"]
+    if k_star.shape[1] != 1:
+        return {}
+    counts = rows["loss_mask"].flatten(1).any(dim=1)
+    log_ratio = (logprobs.cpu() - rows["prev_logprobs"].cpu()).sum(dim=(1, 2))
+    metrics = {}
+    for k in k_star[:, 0][counts].unique().tolist():
+        mine = log_ratio[counts & (k_star[:, 0] == k)]
+        ratio = mine.exp()
+        metrics[f"actor/ratio_k{k}"] = float(ratio.mean())
+        metrics[f"actor/approx_kl_k3_k{k}"] = float((ratio - 1.0 - mine).mean())
+        metrics[f"actor/off_by_a_fifth_k{k}"] = float(((ratio - 1.0).abs() > 0.2).float().mean())
+    return metrics
+
+
+def resident_gib() -> float:
+    """Return the resident memory of this process in GiB."""
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return pages * os.sysconf("SC_PAGE_SIZE") / 2**30
 
 
 def drift_message(drift: float, bound: float) -> str:

@@ -27,6 +27,8 @@ from rlinf_wamrl.workers.batches import (
     executed_steps,
     flatten_time,
     mini_batches,
+    per_step_metrics,
+    resident_gib,
     rows_of,
     select_rows,
     task_rewards,
@@ -121,6 +123,7 @@ class WAMLearner(TwoHalvesActor):
             self.optimizer.zero_grad()
         if self.video is not None:
             self._train_video(metrics)
+        metrics["memory/learner_gib_max"] = [resident_gib()]
         return {**self._reduced(metrics), "macro_steps": float(trained)}
 
     def _update(
@@ -240,6 +243,7 @@ class WAMLearner(TwoHalvesActor):
             )
         if not metrics.get("actor/first_ratio"):
             metrics["actor/first_ratio"] = [values["actor/ratio"]]
+        values.update(per_step_metrics(micro_batch, logprobs.detach()))
         with context:
             self.grad_scaler.scale(loss * weight).backward()
         if weight > 0:

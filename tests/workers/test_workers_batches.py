@@ -8,6 +8,7 @@ from rlinf_wamrl.workers.batches import (
     executed_steps,
     flatten_time,
     mini_batches,
+    per_step_metrics,
     rows_of,
     select_rows,
 )
@@ -78,3 +79,19 @@ def test_batches_that_cannot_be_cut_say_so():
     with pytest.raises(ValueError, match="without rows"):
         list(mini_batches(select_rows(rows, torch.zeros(0, dtype=torch.int64)), 5, 2))
     assert list(mini_batches(rows, 5, 0)) == []
+
+
+def test_metrics_are_split_by_stochastic_step():
+    rows = {
+        "forward_inputs": {"k_star": torch.tensor([[0], [0], [2], [2]])},
+        "prev_logprobs": torch.zeros(4, 1, 1),
+        "loss_mask": torch.tensor([[True], [True], [True], [False]]),
+    }
+    new = torch.log(torch.tensor([1.0, 1.5, 0.9, 9.0])).view(4, 1, 1)
+    metrics = per_step_metrics(rows, new)
+    assert metrics["actor/ratio_k0"] == pytest.approx(1.25)
+    assert metrics["actor/off_by_a_fifth_k0"] == 0.5
+    assert metrics["actor/ratio_k2"] == pytest.approx(0.9)
+    assert metrics["actor/approx_kl_k3_k2"] == pytest.approx(0.9 - 1 - torch.tensor(0.9).log())
+    rows["forward_inputs"]["k_star"] = torch.zeros(4, 2, dtype=torch.int64)
+    assert per_step_metrics(rows, new) == {}
