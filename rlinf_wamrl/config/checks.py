@@ -68,7 +68,7 @@ _CHOICES = {
     "RL.reconstruction.weight": ("uniform", "motion"),
     "RL.task_choice.mode": ("uniform", "learnable", "hard"),
     "actor.model.precision": ("fp32", "bf16"),
-    "actor.fsdp_config.strategy": ("fsdp2", "fsdp"),
+    "actor.fsdp_config.strategy": ("fsdp2", "fsdp", "plain"),
     "actor.optim.lr_scheduler": ("constant", "cosine"),
     "env.train.render_quality": ("stock", "fast", "light"),
     "env.eval.render_quality": ("stock", "fast", "light"),
@@ -267,6 +267,20 @@ def _check_group(run: DictConfig) -> None:
 def _check_batch(run: DictConfig) -> None:
     micro, total = run.actor.micro_batch_size, run.actor.global_batch_size
     ranks = world_size(run, "actor")
+    fsdp = run.actor.fsdp_config
+    if fsdp.strategy == "fsdp" and (fsdp.sharding_strategy, fsdp.use_orig_params) != (
+        "no_shard",
+        True,
+    ):
+        raise ConfigError(
+            "actor.fsdp_config.strategy: fsdp (FSDP1) works with sharding_strategy: no_shard and "
+            f"use_orig_params: true, got {fsdp.sharding_strategy} and {fsdp.use_orig_params}; "
+            "shard with strategy: fsdp2"
+        )
+    if run.actor.fsdp_config.strategy == "plain" and ranks > 1:
+        raise ConfigError(
+            f"actor.fsdp_config.strategy: plain is for one actor rank, got {ranks}; use fsdp2"
+        )
     if total % (micro * ranks):
         raise ConfigError(
             f"actor.global_batch_size = {total} must be a multiple of actor.micro_batch_size x "

@@ -267,7 +267,7 @@ class FSDPConfig:
     """RLinf's sharding section."""
 
     strategy: str = "fsdp2"
-    """fsdp2 or fsdp."""
+    """fsdp2, fsdp, or plain: one process and no wrapper."""
     sharding_strategy: str = "no_shard"
     """FSDP1 only: no_shard, shard_grad_op, full_shard."""
     use_orig_params: bool = True

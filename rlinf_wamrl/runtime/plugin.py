@@ -9,7 +9,11 @@ from torch import Tensor
 
 from rlinf_wamrl.rl.advantage import episode_returns, group_advantages, step_advantages
 from rlinf_wamrl.rl.losses import ppo_flow_loss
-from rlinf_wamrl.runtime.rlinf_compat import add_environment_type, install_cpu_platform
+from rlinf_wamrl.runtime.rlinf_compat import (
+    add_environment_type,
+    install_cpu_platform,
+    let_fsdp1_run_on_cpu,
+)
 
 __all__ = ["ADVANTAGE_NAME", "ENV_TYPE", "LOSS_NAME", "MODEL_TYPE", "register"]
 
@@ -25,6 +29,7 @@ def register() -> None:
     from rlinf.models import register_model
 
     install_cpu_platform()
+    let_fsdp1_run_on_cpu()
     add_environment_type(ENV_TYPE, "rlinf_wamrl.envs.rlinf_env:WAMLiberoEnv")
     register_model(MODEL_TYPE, _build_policy, category="embodied", force=True)
     register_policy_loss(LOSS_NAME)(ppo_flow_loss)

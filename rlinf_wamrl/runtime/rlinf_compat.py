@@ -18,6 +18,7 @@ __all__ = [
     "CpuPlatform",
     "add_environment_type",
     "install_cpu_platform",
+    "let_fsdp1_run_on_cpu",
     "own_actor_channel",
     "report_worker_failures",
 ]
@@ -121,6 +122,28 @@ def install_cpu_platform() -> None:
         original(self, *args, **kwargs)
 
     Worker.__init__ = init
+
+
+def let_fsdp1_run_on_cpu() -> None:
+    """Give FSDP1 a CPU device on machines without an accelerator.
+
+    0.3.0 passes an accelerator's index, and asks for a broadcast that CPU parameters cannot have.
+    """
+    from rlinf.hybrid_engines.fsdp.strategy import fsdp
+    from rlinf.scheduler import Worker
+
+    original = _require(fsdp, "FSDP")
+    if Worker.torch_device_type != "cpu" or getattr(original, "on_cpu", False):
+        return
+
+    class CpuFSDP(original):
+        on_cpu = True
+
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            kwargs.update(device_id=torch.device("cpu"), sync_module_states=False)
+            super().__init__(*args, **kwargs)
+
+    fsdp.FSDP = CpuFSDP
 
 
 def add_environment_type(name: str, class_path: str) -> None:

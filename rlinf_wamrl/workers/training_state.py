@@ -13,6 +13,7 @@ from torch.distributed.checkpoint.state_dict import (
     set_model_state_dict,
     set_optimizer_state_dict,
 )
+from torch.distributed.fsdp import FullyShardedDataParallel
 
 __all__ = ["load_training_state", "training_state"]
 
@@ -36,10 +37,19 @@ def training_state(
     return {
         "model": {name: value for name, value in weights.items() if name in names},
         "optimizers": {
-            name: get_optimizer_state_dict(model, optimizer, options=options)
+            name: _optimizer_state(model, optimizer, options)
             for name, optimizer in optimizers.items()
         },
     }
+
+
+def _optimizer_state(
+    model: torch.nn.Module, optimizer: torch.optim.Optimizer, options: StateDictOptions
+) -> dict[str, Any]:
+    """Return an optimiser's state; FSDP1, here unsharded, cannot gather one of two optimisers."""
+    if isinstance(model, FullyShardedDataParallel):
+        return optimizer.state_dict()
+    return get_optimizer_state_dict(model, optimizer, options=options)
 
 
 def load_training_state(
@@ -74,4 +84,7 @@ def load_training_state(
     options = StateDictOptions(full_state_dict=True, strict=False, ignore_frozen_params=True)
     set_model_state_dict(model, state["model"], options=options)
     for name, optimizer in optimizers.items():
+        if isinstance(model, FullyShardedDataParallel):
+            optimizer.load_state_dict(state["optimizers"][name])
+            continue
         set_optimizer_state_dict(model, optimizer, state["optimizers"][name], options=options)

@@ -34,10 +34,10 @@ class TwoHalvesActor(EmbodiedFSDPActor):
 
     def setup_model_and_optimizer(self) -> None:
         """Build the model, its two optimisers, and what the reward and the video half need."""
+        if not self.cfg.actor.wraps_model:
+            self._strategy.wrap_model = lambda model, device_mesh: model.to(self.device)
         super().setup_model_and_optimizer()
-        self.param_names_need_sync = [
-            name for name, parameter in self.model.named_parameters() if parameter.requires_grad
-        ]
+        self.param_names_need_sync = self._trained_names
         rl, folder = self.cfg.RL, Path(self.cfg.runner.logger.log_path)
         self.imagination = self.video = None
         if rl.lambda_rec > 0:
@@ -56,6 +56,8 @@ class TwoHalvesActor(EmbodiedFSDPActor):
             for parameter in policy.parameters():
                 if parameter.requires_grad:
                     parameter.data = parameter.data.float()
+        # FSDP1 puts a prefix before the names
+        self._trained_names = [n for n, p in policy.named_parameters() if p.requires_grad]
         self.policy_config = policy.wam.config
         self.logger_lines = str(trainable_set(policy.wam, policy.trained_parts, root=policy))
         return policy

@@ -242,6 +242,24 @@ def test_two_env_ranks_two_stages_and_two_actors_finish(tmp_path, mode):
 
 
 @pytest.mark.slow
+def test_every_sharding_strategy_makes_the_same_update(tmp_path):
+    results = {}
+    for strategy in ("plain", "fsdp2", "fsdp"):
+        folder = tmp_path / strategy
+        run(
+            folder,
+            f"actor.fsdp_config.strategy={strategy}",
+            "runner.max_steps=1",
+            "runner.val_check_interval=-1",
+        )
+        results[strategy] = weights(folder, 1)
+    for strategy in ("fsdp2", "fsdp"):
+        assert results[strategy].keys() == results["plain"].keys()
+        for name, tensor in results["plain"].items():
+            torch.testing.assert_close(results[strategy][name], tensor, rtol=0, atol=1e-6)
+
+
+@pytest.mark.slow
 def test_pipeline_mode_makes_the_same_update_as_rollout_mode(tmp_path):
     """One rollout epoch, nothing shuffled: the same rows, so the same weights."""
     both = []
