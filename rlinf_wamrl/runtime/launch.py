@@ -128,5 +128,8 @@ def _for_rlinf(cfg: DictConfig) -> DictConfig:
             copy.rollout.model = {**copy.actor.model, **copy.rollout.model}
         copy.rollout.collect_prev_infos = True
         copy.rollout.collect_transitions = copy.RL.lambda_rec > 0 or copy.RL.video_sft.enabled
+        copy.actor.wraps_model = copy.actor.fsdp_config.strategy != "plain"
+        if not copy.actor.wraps_model:
+            copy.actor.fsdp_config.strategy = "fsdp2"  # RLinf knows no third; it wraps nothing
         copy.algorithm.shuffle_rollout = False  # the learner shuffles what counts
     return copy
