@@ -80,7 +80,7 @@ class PretrainConfig:
     """Recording and training of one small model."""
 
     demos_dir: str = "runs/demos"
-    """Folder of the recorded episodes."""
+    """Folder of the recorded episodes, a LeRobot dataset."""
     output_dir: str = "runs/pretrained"
     """Folder of the checkpoint."""
     demos: DemosConfig = field(default_factory=DemosConfig)
