@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
+import imageio.v2 as imageio
 import torch
 from PIL import Image, ImageDraw
 from torch import Tensor
 
 from rlinf_wamrl.files import atomic_path
 
-__all__ = ["save_imagination"]
+__all__ = ["Film", "save_imagination"]
 
 _GAP, _CAPTION = 2, 12
 
@@ -42,6 +45,40 @@ def save_imagination(
         sheet.paste(Image.fromarray(row.permute(1, 2, 0).numpy()), (0, top + _CAPTION))
     with atomic_path(path) as temporary:
         sheet.save(temporary, format="PNG")
+
+
+class Film:
+    """Films the first environment of a batch: the pictures that were rendered anyway."""
+
+    FRAMES_PER_SECOND = 5
+    """LIBERO runs at 20 steps per second; a picture is rendered every 4th."""
+
+    def __init__(self) -> None:
+        """Begin an empty film."""
+        self.frames: list[Tensor] = []
+
+    def start(self, observation: Mapping[str, Any]) -> None:
+        """Begin an episode with its first observation, both cameras side by side."""
+        views = [observation[name][0] for name in ("main_images", "wrist_images")]
+        self.frames.append(torch.cat(views, dim=1))
+
+    def add(self, observation: Mapping[str, Any]) -> None:
+        """Append the frames captured while a chunk was executed."""
+        captured = observation["future_frames"][0][observation["future_frames_mask"][0]]
+        self.frames += list(captured.movedim(1, -1))
+
+    def save(self, path: str | Path) -> None:
+        """Write the film as an mp4."""
+        frames = [frame.repeat_interleave(4, 0).repeat_interleave(4, 1) for frame in self.frames]
+        with atomic_path(path) as temporary:
+            imageio.mimwrite(
+                temporary,
+                [frame.numpy() for frame in frames],
+                format="mp4",
+                fps=self.FRAMES_PER_SECOND,
+                macro_block_size=1,
+                output_params=["-f", "mp4"],  # the temporary name has no ending to tell by
+            )
 
 
 def _beside(pictures: list[Tensor]) -> Tensor:

@@ -126,6 +126,7 @@ class WAMRunner(EmbodiedRunner):
             input_channel=self.env_channel,
             rollout_channel=self.rollout_channel,
             progress_channel=self.actor_channel,
+            video=str(self.run_folder / "videos" / f"evaluation_{self.global_step:04d}.mp4"),
         )
         rollout_handle = self.rollout.evaluate(
             input_channel=self.rollout_channel, output_channel=self.env_channel

@@ -22,6 +22,7 @@ from rlinf_wamrl.data.interface import (
     TrajectorySource,
 )
 from rlinf_wamrl.data.plan import TrajectoryMode, TrajectoryPlan
+from rlinf_wamrl.report.pictures import Film
 from rlinf_wamrl.workers.episode_payload import episode_payload, policy_observation
 from rlinf_wamrl.workers.messages import pack_observation_shards, pack_request_shards
 from rlinf_wamrl.workers.reward_worker import REWARD_TAG
@@ -228,9 +229,21 @@ class WAMEnvWorker(EnvWorker):
         )
 
     def evaluate(
-        self, input_channel: Channel, rollout_channel: Channel, progress_channel: Channel
+        self,
+        input_channel: Channel,
+        rollout_channel: Channel,
+        progress_channel: Channel,
+        video: str | None = None,
     ) -> dict[str, torch.Tensor]:
-        """Run every evaluation episode once; returns per-episode metrics [episodes] each."""
+        """Run every evaluation episode once; returns per-episode metrics [episodes] each.
+
+        Args:
+            input_channel: where actions come from.
+            rollout_channel: where observations go to.
+            progress_channel: where counts go to.
+            video: file for a video of the first environment's episodes; None films nothing.
+        """
+        film = Film() if video is not None and self._rank == 0 else None
         metrics: dict[str, list[torch.Tensor]] = defaultdict(list)
         progress = _Progress(progress_channel, self._rank, self.stage_num)
         for env in self.eval_env_list:
@@ -239,6 +252,8 @@ class WAMEnvWorker(EnvWorker):
             for stage, env in enumerate(self.eval_env_list):
                 env.is_start = True
                 observation, _ = env.reset()
+                if film is not None and stage == 0:
+                    film.start(observation)
                 self._send_eval_input(rollout_channel, EnvOutput(obs=observation), stage)
             for chunk in range(self.n_eval_chunk_steps):
                 is_last = chunk == self.n_eval_chunk_steps - 1
@@ -246,11 +261,15 @@ class WAMEnvWorker(EnvWorker):
                     actions = self._receive_actions(input_channel, stage, EVAL_ACTIONS_TAG)
                     output, episode = self._step(env, actions)
                     progress.report(stage, episode, is_last)
+                    if film is not None and stage == 0:
+                        film.add(output.obs)
                     if is_last:
                         self.record_env_metrics(metrics, episode)
                     else:
                         self._send_eval_input(rollout_channel, output, stage)
             self.finish_rollout(mode="eval")
+        if film is not None:
+            film.save(video)
         return {name: torch.cat(values).contiguous().cpu() for name, values in metrics.items()}
 
     def _send_eval_input(self, channel: Channel, output: EnvOutput, stage: int) -> None:

@@ -1,0 +1,109 @@
+"""The runner's own decisions, without Ray: tasks, resampling, what it sums up."""
+
+import contextlib
+from types import SimpleNamespace
+
+import pytest
+import torch
+from omegaconf import OmegaConf
+
+from rlinf_wamrl.runtime.runner import NoLearningSignalError, WAMRunner
+
+
+class Handle:
+    def __init__(self, value=None):
+        self.value = value
+
+    def wait(self):
+        return self.value
+
+
+class FakeEnv:
+    def __init__(self):
+        self.weights = []
+
+    def set_task_weights(self, weights):
+        self.weights.append(weights)
+        return Handle()
+
+
+def runner(**rl):
+    made = WAMRunner.__new__(WAMRunner)
+    choice = {"mode": "learnable", "epsilon": 0.05, "beta": 1.0, "decay": 0.5}
+    made.cfg = OmegaConf.create(
+        {
+            "RL": {"group_size": 2, "max_resample": 3, "task_choice": choice, **rl},
+            "runner": {"use_training_pipeline": False},
+        }
+    )
+    made.env = FakeEnv()
+    made._tasks = [0, 1, 2]
+    made._success_average = {}
+    return made
+
+
+def results(tasks, outcome):
+    return [
+        {
+            "task_id": torch.tensor(tasks),
+            "success_once": torch.tensor(outcome, dtype=torch.bool),
+            "episode_len": torch.tensor([10] * len(tasks)),
+        }
+    ]
+
+
+def test_success_per_task_drives_the_next_iterations_tasks():
+    made = runner()
+    metrics = made._episode_metrics(results([0, 0, 1, 1], [1, 1, 1, 0]))
+    assert metrics["env/success_rate/task_0"] == 1.0
+    assert metrics["env/success_rate/task_1"] == 0.5
+    made._choose_tasks()
+    (weights,) = made.env.weights
+    expected = torch.tensor([0.05, 0.3, 0.3]) / 0.65  # solved, half solved, never tried
+    assert weights == pytest.approx(expected.tolist(), rel=1e-5)
+    made._episode_metrics(results([0, 0, 1, 1], [0, 0, 1, 1]))
+    assert made._success_average == pytest.approx({"0": 0.5, "1": 0.75})
+
+
+def test_uniform_choice_leaves_the_environments_alone():
+    made = runner(task_choice={"mode": "uniform"})
+    made._choose_tasks()
+    assert made.env.weights == []
+
+
+def test_groups_that_ended_alike_are_counted():
+    metrics = runner()._episode_metrics(results([0, 0, 0, 0], [1, 1, 1, 0]))
+    assert metrics["rollout/groups"] == 2 and metrics["rollout/groups_degenerate"] == 1
+    assert metrics["rollout/successes"] == 3 and metrics["env/episode_len"] == 10
+
+
+def iterating(counts):
+    """A runner whose successive rollouts have these numbers of macro-steps to learn from."""
+    made, left = runner(), iter(counts)
+    made.global_step, made.weight_sync_interval = 0, 1
+    made.actor = SimpleNamespace(set_global_step=lambda step: Handle())
+    made.update_rollout_weights = lambda: None
+    made.console = SimpleNamespace(line=lines.append, phase=lambda _: None, done=lambda: None)
+    made.timer = SimpleNamespace(consume_durations=dict)
+    made._phase = lambda *_: contextlib.nullcontext()
+    made._collect_then_learn = lambda: {
+        "train/macro_steps": next(left),
+        "rollout/successes": 0.0,
+        "rollout/episodes": 8.0,
+    }
+    return made
+
+
+lines: list[str] = []
+
+
+def test_rollouts_without_any_signal_are_drawn_again_and_counted():
+    lines.clear()
+    metrics = iterating([0, 0, 12])._iterate()
+    assert metrics["rollout/resampled"] == 2.0 and metrics["train/macro_steps"] == 12
+    assert len(lines) == 2 and "ended alike" in lines[0]
+
+
+def test_it_gives_up_in_words_and_never_loops():
+    with pytest.raises(NoLearningSignalError, match="after 3 rollouts: every episode failed"):
+        iterating([0, 0, 0])._iterate()
