@@ -6,10 +6,11 @@ Everything heavy is imported when its verb runs.
 from __future__ import annotations
 
 import argparse
+import signal
 import sys
 import warnings
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 from rlinf_wamrl import __version__
 
@@ -21,17 +22,29 @@ if TYPE_CHECKING:
 __all__ = ["main"]
 
 INTERRUPTED = 130
+TERMINATED = 143
+
+
+class _Terminated(KeyboardInterrupt):
+    """SIGTERM: ends a run as Ctrl-C does, with everything it started."""
+
+
+def _terminate(_signal: int, _frame: object) -> NoReturn:
+    raise _Terminated
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one verb; returns 0 on success, 1 on an error, 130 when interrupted."""
+    """Run one verb; returns 0 on success, 1 on an error, 130 when interrupted, 143 when
+    terminated.
+    """
     parser = _parser()
     options = parser.parse_args(arguments)
+    signal.signal(signal.SIGTERM, _terminate)
     try:
         return options.function(options)
-    except KeyboardInterrupt:
+    except KeyboardInterrupt as error:
         print("\ninterrupted", file=sys.stderr)
-        return INTERRUPTED
+        return TERMINATED if isinstance(error, _Terminated) else INTERRUPTED
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -159,8 +159,11 @@ def orphans(folder):
     return listed.stdout.split()
 
 
-@pytest.mark.parametrize("moment", ["starting workers", "rollouts"])
-def test_interrupting_ends_everything_with_status_130(tmp_path, moment):
+@pytest.mark.parametrize(
+    ("moment", "sent", "status"),
+    [("starting workers", signal.SIGTERM, 143), ("rollouts", signal.SIGINT, 130)],
+)
+def test_interrupting_ends_everything_with_its_status(tmp_path, moment, sent, status):
     process = subprocess.Popen(
         command(tmp_path), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     )
@@ -168,9 +171,9 @@ def test_interrupting_ends_everything_with_status_130(tmp_path, moment):
         if moment in line:
             break
     time.sleep(1.0)
-    process.send_signal(signal.SIGINT)
+    process.send_signal(sent)
     rest = process.stdout.read()
-    assert process.wait(timeout=60) == 130, rest
+    assert process.wait(timeout=60) == status, rest
     assert "Traceback" not in rest
     assert not orphans(tmp_path)
 
