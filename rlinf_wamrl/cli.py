@@ -34,9 +34,7 @@ def _terminate(_signal: int, _frame: object) -> NoReturn:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one verb; returns 0 on success, 1 on an error, 130 when interrupted, 143 when
-    terminated.
-    """
+    """Run one verb; returns the exit status: 0, 1 on an error, 130 or 143 when stopped."""
     parser = _parser()
     options = parser.parse_args(arguments)
     signal.signal(signal.SIGTERM, _terminate)
