@@ -27,6 +27,7 @@ from rlinf_wamrl.rl.advantage import (
     task_sampling_weights,
     update_success_average,
 )
+from rlinf_wamrl.runtime.failures import record_failure
 from rlinf_wamrl.runtime.rlinf_compat import own_actor_channel
 
 __all__ = ["NoLearningSignalError", "WAMRunner"]
@@ -369,7 +370,10 @@ class WAMRunner(EmbodiedRunner):
         worker = self.actor_channel._main_channel_worker_actor
         try:
             episodes, successes = ray.get(worker.progress.remote(), timeout=2.0)
-        except Exception:  # the failure itself is reported by whoever waits for the worker
+        except ray.exceptions.RayTaskError as error:  # consumers would wait for ever
+            record_failure("trajectory channel", "put", error)
+            return ""
+        except Exception:  # a dead process is reported by whoever waits for the worker
             return ""
         return f"iteration {self.global_step + 1}  episodes {episodes}/{total}  success {successes}"
 

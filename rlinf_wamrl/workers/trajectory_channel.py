@@ -31,6 +31,7 @@ class CollectingChannelWorker(ChannelWorker):
         self._collector = select_trajectory_collector(cfg)()
         self._collector.setup(ChannelContext(name=self._group_name, cfg=cfg))
         self._progress: dict[int, list[int]] = {}
+        self._error: Exception | None = None
 
     async def put(self, src_addr: Any, nowait: bool = False) -> None:
         """Receive one part and queue whatever it completes."""
@@ -39,12 +40,23 @@ class CollectingChannelWorker(ChannelWorker):
             rank, *counts = item
             self._progress[rank] = counts
             return
-        for out_key, output in self._collector.collect(unpack_message(item), key):
+        try:
+            outputs = list(self._collector.collect(unpack_message(item), key))
+        except Exception as error:
+            self._error = error  # nobody awaits a put: whoever asks for progress learns of it
+            raise
+        for out_key, output in outputs:
             self.create_queue(out_key, self.maxsize())
             await self._queue_map[out_key].put(WeightedItem(weight=0, item=output))
 
     def progress(self) -> tuple[int, int]:
-        """Return the episodes that ended and the successes among them, over all env ranks."""
+        """Return the episodes that ended and the successes among them, over all env ranks.
+
+        Raises:
+            Exception: what the collector raised about a part that was put.
+        """
+        if self._error is not None:
+            raise self._error
         episodes = sum(counts[0] for counts in self._progress.values())
         return episodes, sum(counts[1] for counts in self._progress.values())
 
