@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import signal
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -58,6 +59,7 @@ def _run_on_cluster(
     from rlinf_wamrl.runtime.failures import raise_worker_failures
     from rlinf_wamrl.runtime.rlinf_compat import report_worker_failures
 
+    terminate = signal.getsignal(signal.SIGTERM)  # Ray would replace it by one that just exits
     # RLinf swallows errors of a plugin's register(); here they reach the user
     rlinf_wamrl.register()
     report_worker_failures()
@@ -75,6 +77,7 @@ def _run_on_cluster(
 
     cfg = _validated_by_rlinf(_for_rlinf(cfg), validate_cfg)
     cluster = Cluster(cluster_cfg=cfg.cluster, distributed_log_dir=None)
+    signal.signal(signal.SIGTERM, terminate)
     raise_worker_failures()
     console.phase("starting workers")
     placement = HybridComponentPlacement(cfg, cluster)
