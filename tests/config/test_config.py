@@ -70,7 +70,7 @@ def test_overrides_reach_every_section_that_shares_a_value():
         ("env.train.auto_reset=true", "env.train.auto_reset must be False"),
         ("env.train.task_suite_name=libero_nine", "env.train.task_suite_name=.libero_nine"),
         ("env.train.task_ids=[9]", r"env.train.task_ids=\[9\].*lift the red cube"),
-        ("actor.global_batch_size=48", "multiple of actor.micro_batch_size x actor ranks = 64 x 1"),
+        ("actor.global_batch_size=48", "multiple of actor.micro_batch_size x actor ranks = 32 x 1"),
         ("actor.model.precision=fp8", "must be one of fp32, bf16, got 'fp8'"),
         ("actor.model.model_path=nowhere", "'nowhere' is neither a folder nor a checkpoint"),
         ("RL.stochastic_steps=all", "needs RL.stochastic_steps: window"),
