@@ -45,7 +45,6 @@ class CollectionRunner(WAMRunner):
             episodes = [Episode.from_frames(frames) for shard in received for frames in shard]
             with self._phase("writing"):
                 self._writer.append(sorted(episodes, key=lambda episode: episode.number))
-            self.timer.consume_durations()
             self.console.line(
                 f"round {self.rollout_index}/{self._rounds}  success {sum(outcome)}/{len(outcome)}"
                 f"  episodes written {len(episodes)}"

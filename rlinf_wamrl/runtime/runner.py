@@ -6,6 +6,7 @@ import json
 import math
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -72,6 +73,7 @@ class WAMRunner(EmbodiedRunner):
             actor: group of learners; None when the run only evaluates.
             reward: group of reward workers; None when the learner imagines.
         """
+        self.seconds: Counter[str] = Counter()  # per phase, of the present iteration
         with own_actor_channel(cfg):
             super().__init__(cfg=cfg, actor=actor, rollout=rollout, env=env, reward=reward)
         self.console = console
@@ -149,8 +151,8 @@ class WAMRunner(EmbodiedRunner):
             else:
                 metrics = self._collect_then_learn()
             if metrics["train/macro_steps"] > 0:
-                durations = self.timer.consume_durations()
-                metrics.update({f"time/{name}": value for name, value in durations.items()})
+                metrics.update({f"time/{name}": spent for name, spent in self.seconds.items()})
+                self.seconds.clear()
                 return {**metrics, "rollout/resampled": float(attempt)}
             self.console.line(
                 f"  every group ended alike ({metrics['rollout/successes']:.0f}/"
@@ -253,7 +255,7 @@ class WAMRunner(EmbodiedRunner):
             if self.actor is not None:
                 self.update_rollout_weights()
             results = self.evaluate()
-        self.timer.consume_durations()
+        self.seconds.clear()
         episodes = [
             (int(task), bool(ok))
             for result in results
@@ -352,10 +354,12 @@ class WAMRunner(EmbodiedRunner):
 
         thread = threading.Thread(target=refresh, daemon=True)
         thread.start()
+        began = time.monotonic()
         try:
-            with self.timer(name.split(" after ")[0].replace(" ", "_")):
-                yield
+            yield
         finally:
+            # a phase may come several times in an iteration, when its rollouts are drawn again
+            self.seconds[name.split(" after ")[0].replace(" ", "_")] += time.monotonic() - began
             stop.set()
             thread.join()
             self.console.done()

@@ -1,6 +1,7 @@
 """The runner's own decisions, without Ray: tasks, resampling, what it sums up."""
 
-import contextlib
+import time
+from collections import Counter
 from types import SimpleNamespace
 
 import pytest
@@ -84,13 +85,19 @@ def iterating(counts):
     made.actor = SimpleNamespace(set_global_step=lambda step: Handle())
     made.update_rollout_weights = lambda: None
     made.console = SimpleNamespace(line=lines.append, phase=lambda _: None, done=lambda: None)
-    made.timer = SimpleNamespace(consume_durations=dict)
-    made._phase = lambda *_: contextlib.nullcontext()
-    made._collect_then_learn = lambda: {
-        "train/macro_steps": next(left),
-        "rollout/successes": 0.0,
-        "rollout/episodes": 8.0,
-    }
+    made.seconds = Counter()
+
+    def collect():
+        with made._phase("rollouts"):
+            time.sleep(0.02)
+        macro_steps = next(left)
+        return {
+            "train/macro_steps": macro_steps,
+            "rollout/successes": 0.0,
+            "rollout/episodes": 8.0,
+        }
+
+    made._collect_then_learn = collect
     return made
 
 
@@ -102,6 +109,7 @@ def test_rollouts_without_any_signal_are_drawn_again_and_counted():
     metrics = iterating([0, 0, 12])._iterate()
     assert metrics["rollout/resampled"] == 2.0 and metrics["train/macro_steps"] == 12
     assert len(lines) == 2 and "ended alike" in lines[0]
+    assert metrics["time/rollouts"] >= 3 * 0.02
 
 
 def test_it_gives_up_in_words_and_never_loops():
