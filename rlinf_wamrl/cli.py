@@ -25,24 +25,23 @@ INTERRUPTED = 130
 TERMINATED = 143
 
 
-class _Terminated(KeyboardInterrupt):
-    """SIGTERM: ends a run as Ctrl-C does, with everything it started."""
-
-
-def _terminate(_signal: int, _frame: object) -> NoReturn:
-    raise _Terminated
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one verb; returns the exit status: 0, 1 on an error, 130 or 143 when stopped."""
     parser = _parser()
     options = parser.parse_args(arguments)
-    signal.signal(signal.SIGTERM, _terminate)
+    terminations: list[int] = []
+
+    def terminate(number: int, _frame: object) -> NoReturn:
+        # as Ctrl-C; recorded, because a wait inside Ray raises an interrupt of its own instead
+        terminations.append(number)
+        raise KeyboardInterrupt
+
+    signal.signal(signal.SIGTERM, terminate)
     try:
         return options.function(options)
-    except KeyboardInterrupt as error:
+    except KeyboardInterrupt:
         print("\ninterrupted", file=sys.stderr)
-        return TERMINATED if isinstance(error, _Terminated) else INTERRUPTED
+        return TERMINATED if terminations else INTERRUPTED
 
 
 def _parser() -> argparse.ArgumentParser:
