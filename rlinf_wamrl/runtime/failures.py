@@ -4,9 +4,19 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
-__all__ = ["EXPECTED_ERRORS", "WorkerFailedError", "raise_worker_failures"]
+__all__ = [
+    "EXPECTED_ERRORS",
+    "WorkerFailedError",
+    "raise_worker_failures",
+    "stop_waiting",
+    "waiting_thread",
+]
 
 
 class WorkerFailedError(RuntimeError):
@@ -24,6 +34,8 @@ EXPECTED_ERRORS = (WorkerFailedError, ConnectionError, ValueError, FileNotFoundE
 """Errors whose message suffices; anything else is a bug and shows its traceback."""
 
 _failure: WorkerFailedError | None = None
+_stopping = threading.Event()
+_waiting: set[threading.Thread] = set()
 
 
 def summary(error: BaseException) -> str:
@@ -43,6 +55,8 @@ def summary(error: BaseException) -> str:
 def record_failure(worker: str, function: str, error: BaseException) -> None:
     """Remember the first failure and wake the main thread, whatever it waits for."""
     global _failure
+    if _stopping.is_set():  # workers end because the run does
+        return
     if _failure is None:
         _failure = WorkerFailedError(worker, function, error)
     os.kill(os.getpid(), signal.SIGUSR1)
@@ -56,7 +70,37 @@ def raise_worker_failures() -> None:
     """
 
     def handler(_signum: int, _frame: Any) -> None:
-        if _failure is not None:
+        if _failure is not None and not _stopping.is_set():
             raise _failure
 
+    _stopping.clear()
     signal.signal(signal.SIGUSR1, handler)
+
+
+@contextmanager
+def waiting_thread() -> Iterator[threading.Event]:
+    """Register the current thread as one that waits for workers, while the body lasts.
+
+    Yields:
+        An event that is set when the run ends; the body then returns soon, calling Ray no more.
+    """
+    thread = threading.current_thread()
+    _waiting.add(thread)
+    try:
+        yield _stopping
+    finally:
+        _waiting.discard(thread)
+
+
+def stop_waiting(timeout: float = 20.0) -> None:
+    """End the threads that wait for workers, as Ray demands before it is shut down.
+
+    A thread that calls Ray after its shutdown makes Ray end the whole process with status 1.
+
+    Args:
+        timeout: seconds to wait for all of them together.
+    """
+    _stopping.set()
+    until = time.monotonic() + timeout
+    for thread in list(_waiting):
+        thread.join(max(0.0, until - time.monotonic()))

@@ -18,6 +18,8 @@ from typing import Any
 
 from omegaconf import DictConfig
 
+from rlinf_wamrl.runtime.failures import stop_waiting
+
 __all__ = ["check_ray_answers", "ray_session"]
 
 _QUIET = {
@@ -49,6 +51,7 @@ def ray_session(cluster: DictConfig, log_folder: Path) -> Iterator[None]:
         try:
             yield
         finally:
+            stop_waiting()
             ray.shutdown()
         return
     if cluster.num_nodes > 1:
@@ -79,6 +82,7 @@ def ray_session(cluster: DictConfig, log_folder: Path) -> Iterator[None]:
         yield
     finally:
         ray.init = original
+        stop_waiting()
         ray.shutdown()
         with suppress(OSError):
             _keep_logs(folder, log_folder)

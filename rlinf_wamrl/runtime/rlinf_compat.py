@@ -188,11 +188,12 @@ def add_environment_type(name: str, class_path: str) -> None:
 def report_worker_failures() -> None:
     """Keep the exception of a failed worker instead of printing it and losing its type.
 
-    0.3.0 prints the text, signals the driver and ends the waiting thread.
+    0.3.0 prints the text, signals the driver and ends the waiting thread. Its threads also wait
+    without end, through a shutdown of Ray, which then ends the process with a status of its own.
     """
     from rlinf.scheduler.worker import worker_group
 
-    from rlinf_wamrl.runtime.failures import record_failure
+    from rlinf_wamrl.runtime.failures import record_failure, waiting_thread
 
     result = _require(worker_group, "WorkerGroupFuncResult")
     _require(result, "_wait_for_results")
@@ -200,12 +201,17 @@ def report_worker_failures() -> None:
     def wait_for_results(self: Any) -> None:
         import ray
 
-        try:
-            self._local_results = ray.get(self._remote_results)
-        except Exception as error:
-            record_failure(self._cls_name, self._func_name, error)
-            return
-        self._wait_done = True
+        with waiting_thread() as stopping:
+            while not stopping.is_set():
+                try:
+                    self._local_results = ray.get(self._remote_results, timeout=0.5)
+                except Exception as error:
+                    if type(error) is ray.exceptions.GetTimeoutError:  # a worker's own is another
+                        continue
+                    record_failure(self._cls_name, self._func_name, error)
+                    return
+                self._wait_done = True
+                return
 
     result._wait_for_results = wait_for_results
 
