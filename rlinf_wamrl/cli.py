@@ -80,6 +80,17 @@ def _parser() -> argparse.ArgumentParser:
         verb.add_argument("--config", help="YAML file (default: the recipe of the shipped model)")
         verb.add_argument("overrides", nargs="*", help="key=value, for example train.steps=500")
         verb.set_defaults(function=function)
+
+    plot = verbs.add_parser("plot", help="draw curves and an ablation table from runs' logs")
+    plot.add_argument(
+        "runs",
+        nargs="+",
+        metavar="RUN",
+        help="run folder; runs that differ in the seed alone are one method. NAME=RUN,RUN names "
+        "a method and its seeds",
+    )
+    plot.add_argument("--output", default="runs/plot", help="folder (default: runs/plot)")
+    plot.set_defaults(function=_plot)
     return parser
 
 
@@ -164,6 +175,19 @@ def _pretrain(options: argparse.Namespace) -> int:
         pretrain(cfg, console.line)
     except (FileNotFoundError, ValueError, FloatingPointError) as error:
         return _fail(str(error))
+    return 0
+
+
+def _plot(options: argparse.Namespace) -> int:
+    from rlinf_wamrl.report.methods import read_methods
+    from rlinf_wamrl.report.plot import plot
+
+    try:
+        methods = read_methods(options.runs)
+    except (FileNotFoundError, ValueError) as error:
+        return _fail(str(error))
+    for file in plot(methods, options.output):
+        print(file)
     return 0
 
 

@@ -21,7 +21,7 @@ from rlinf.runners.embodied_runner import EmbodiedRunner
 
 from rlinf_wamrl.envs.suites import load_suite
 from rlinf_wamrl.files import atomic_folder
-from rlinf_wamrl.report.console import Console, duration, wilson_interval
+from rlinf_wamrl.report.console import Console, duration, rate_text
 from rlinf_wamrl.rl.advantage import (
     all_groups_degenerate_message,
     degenerate_groups,
@@ -269,7 +269,7 @@ class WAMRunner(EmbodiedRunner):
         for task in sorted(set(tasks)):
             mine = [ok for ok, owner in zip(outcome, tasks, strict=True) if owner == task]
             metrics[f"eval/success_rate/task_{task}"] = sum(mine) / len(mine)
-            parts.append(f"task {task} {_rate_text(sum(mine), len(mine))}")
+            parts.append(f"task {task} {rate_text(sum(mine), len(mine))}")
         metrics["eval/success_rate"] = sum(outcome) / len(outcome)
         metrics["eval/episodes"] = float(len(outcome))
         self.metric_logger.log(metrics, self.global_step)
@@ -302,7 +302,7 @@ class WAMRunner(EmbodiedRunner):
         successes, episodes = metrics["rollout/successes"], metrics["rollout/episodes"]
         self.console.line(
             f"iteration {self.global_step}/{self.max_steps}  "
-            f"success {_rate_text(int(successes), int(episodes))}  "
+            f"success {rate_text(int(successes), int(episodes))}  "
             f"groups used {metrics['rollout/groups'] - metrics['rollout/groups_degenerate']:.0f}"
             f"/{metrics['rollout/groups']:.0f}  "
             + "".join(
@@ -380,11 +380,6 @@ class WAMRunner(EmbodiedRunner):
         except Exception:  # a dead process is reported by whoever waits for the worker
             return ""
         return f"iteration {self.global_step + 1}  episodes {episodes}/{total}  success {successes}"
-
-
-def _rate_text(successes: int, trials: int) -> str:
-    low, high = wilson_interval(successes, trials)
-    return f"{successes}/{trials} = {successes / trials:.0%} [{low:.0%}, {high:.0%}]"
 
 
 def _sum_over(results: list[dict[str, float]]) -> dict[str, float]:
