@@ -81,6 +81,14 @@ def _parser() -> argparse.ArgumentParser:
         verb.add_argument("overrides", nargs="*", help="key=value, for example train.steps=500")
         verb.set_defaults(function=function)
 
+    imagine = verbs.add_parser(
+        "imagine", help="compare imagined with executed frames on held-out initial states"
+    )
+    imagine.add_argument("config", help="YAML file of a run; runner.resume_dir takes a checkpoint")
+    imagine.add_argument("overrides", nargs="*", help="key=value, as for run")
+    imagine.add_argument("--output", help="folder (default: imagination, in the run's folder)")
+    imagine.set_defaults(function=_imagine)
+
     plot = verbs.add_parser("plot", help="draw curves and an ablation table from runs' logs")
     plot.add_argument(
         "runs",
@@ -176,6 +184,15 @@ def _pretrain(options: argparse.Namespace) -> int:
     except (FileNotFoundError, ValueError, FloatingPointError) as error:
         return _fail(str(error))
     return 0
+
+
+def _imagine(options: argparse.Namespace) -> int:
+    def start(cfg: DictConfig, console: Console) -> None:
+        from rlinf_wamrl.pretrain.imagine import imagine_run
+
+        imagine_run(cfg, options.output, console.line)
+
+    return _with_run(options, start)
 
 
 def _plot(options: argparse.Namespace) -> int:

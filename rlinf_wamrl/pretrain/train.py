@@ -15,7 +15,8 @@ from omegaconf import DictConfig, OmegaConf
 
 from rlinf_wamrl.policy import SamplingSettings
 from rlinf_wamrl.pretrain.dataset import Windows, episode_videos, load_successes, statistics_of
-from rlinf_wamrl.pretrain.evaluate import evaluate_pretrained
+from rlinf_wamrl.pretrain.evaluate import evaluate_pretrained, pretrained_policy
+from rlinf_wamrl.pretrain.imagine import imagine_pretrained
 from rlinf_wamrl.processing import Processor, ProcessorConfig
 from rlinf_wamrl.wam.config import WAMConfig
 from rlinf_wamrl.wam.pretrained import PretrainedWAM, save_pretrained
@@ -81,16 +82,14 @@ def pretrain(cfg: DictConfig, report: Callable[[str], None] = print) -> Pretrain
         model=averaged, vae=vae, text_encoder=text_encoder, processor=processor
     )
     states = cfg.evaluation.init_state_range
-    solved = evaluate_pretrained(
-        pretrained, cfg.demos, _evaluation_settings(cfg), states, report=report
-    )
+    policy = pretrained_policy(pretrained, _evaluation_settings(cfg))
+    played = evaluate_pretrained(policy, cfg.demos, states, report=report)
+    imagined = imagine_pretrained(policy, played, Path(cfg.output_dir), report)
     pretrained = replace(
         pretrained,
         training={
-            "held_out_success": {
-                f"task_{task}": f"{successes}/{episodes}"
-                for task, (successes, episodes) in solved.items()
-            },
+            "held_out_success": {f"task_{task}": one.score for task, one in played.items()},
+            "imagination": imagined,
             "autoencoder": asdict(quality),
             "recipe": recipe,
         },

@@ -19,7 +19,13 @@ _GAP, _CAPTION = 2, 12
 
 
 def save_imagination(
-    path: str | Path, *, current: Tensor, imagined: Tensor, executed: Tensor, rewards: Tensor
+    path: str | Path,
+    *,
+    current: Tensor,
+    imagined: Tensor,
+    executed: Tensor,
+    rewards: Tensor,
+    magnified: int = 1,
 ) -> None:
     """Save one row per macro-step: the picture before, then each later frame imagined | executed.
 
@@ -29,13 +35,18 @@ def save_imagination(
         imagined: uint8 [k,n,3,H,W].
         executed: uint8 [k,n,3,H,W].
         rewards: [k], written above the row.
+        magnified: picture pixels per pixel.
     """
     if not len(current):
         return
     rows = []
     for before, dreamt, seen in zip(current, imagined, executed, strict=True):
         pairs = [picture for pair in zip(dreamt, seen, strict=True) for picture in pair]
-        rows.append(_beside([before, *pairs]))
+        large = [
+            picture.repeat_interleave(magnified, 1).repeat_interleave(magnified, 2)
+            for picture in (before, *pairs)
+        ]
+        rows.append(_beside(large))
     height, width = rows[0].shape[1:]
     sheet = Image.new("RGB", (width, len(rows) * (height + _CAPTION)), "white")
     draw = ImageDraw.Draw(sheet)

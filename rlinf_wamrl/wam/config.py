@@ -280,6 +280,11 @@ class WAMConfig:
                 )
 
     @property
+    def actions_per_frame(self) -> int:
+        """Actions between two frames of the imagined video."""
+        return self.action_horizon // (self.num_video_frames - 1)
+
+    @property
     def num_latent_frames(self) -> int:
         """Latent frames f of one video."""
         return 1 + (self.num_video_frames - 1) // TEMPORAL_STRIDE

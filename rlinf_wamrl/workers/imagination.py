@@ -8,13 +8,15 @@ from typing import Any
 from omegaconf import DictConfig
 from torch import Tensor
 
+from rlinf_wamrl.policy import pack_instructions
+from rlinf_wamrl.processing import Processor
 from rlinf_wamrl.rl.moments import Moments, RunningNormaliser
 from rlinf_wamrl.rl.reward import ReconstructionReward, RewardSettings, reached_frames
 from rlinf_wamrl.rl.similarity import build_similarity
 from rlinf_wamrl.wam.config import WAMConfig
 from rlinf_wamrl.workers.batches import flatten_time, task_rewards
 
-__all__ = ["ImaginationReward", "model_frames"]
+__all__ = ["ImaginationReward", "chunk_records", "model_frames"]
 
 PICTURES = 8
 """Macro-steps whose imagined frames are kept for the run folder."""
@@ -39,7 +41,7 @@ class ImaginationReward:
             shift=rl.sigma_shift,
             compare=rl.reconstruction.compare,
             weight=rl.reconstruction.weight,
-            action_video_freq_ratio=model.action_horizon // (model.num_video_frames - 1),
+            action_video_freq_ratio=model.actions_per_frame,
             max_batch=rl.reconstruction.max_batch,
         )
         self.similarity = build_similarity(
@@ -116,6 +118,35 @@ class ImaginationReward:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue with a saved normaliser."""
         self.normaliser.load_state_dict(state)
+
+
+def chunk_records(
+    processor: Processor, before: Mapping[str, Any], after: Mapping[str, Any]
+) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Prepare executed chunks for :func:`~rlinf_wamrl.policy_training.imagination_rewards`.
+
+    Args:
+        processor: prepares the pictures.
+        before: the environments' observation before the chunk.
+        after: that after it, with ``future_frames``, ``future_frames_mask`` and ``executed_mask``.
+
+    Returns:
+        Records and frames of B macro-steps.
+    """
+    main, wrist = after["future_frames"].movedim(-3, -1).chunk(2, dim=-2)
+    records = {
+        "image": processor.images(before["main_images"], before["wrist_images"]),
+        "proprio": processor.proprio(before["states"]),
+        "instruction": pack_instructions(before["task_descriptions"]),
+        "executed_mask": after["executed_mask"],
+        "episode_id": before["episode_id"],
+        "elapsed_steps": before["elapsed_steps"],
+    }
+    frames = {
+        "future_frames": processor.images(main, wrist),
+        "future_frames_mask": after["future_frames_mask"],
+    }
+    return records, frames
 
 
 def model_frames(

@@ -15,9 +15,8 @@ from rlinf.scheduler import Channel, Worker
 from torch import Tensor
 
 from rlinf_wamrl.data.wire import unpack_message
-from rlinf_wamrl.policy import pack_instructions
 from rlinf_wamrl.rl.reward import place_in_last_executed
-from rlinf_wamrl.workers.imagination import ImaginationReward
+from rlinf_wamrl.workers.imagination import ImaginationReward, chunk_records
 from rlinf_wamrl.workers.messages import merge_observations, observation_rows
 
 __all__ = ["REWARD_TAG", "WAMRewardWorker"]
@@ -77,25 +76,11 @@ class WAMRewardWorker(Worker):
             chunk: the observation before it (RLinf's keys and the record's integers) with
                 ``future_frames``, ``future_frames_mask`` and ``executed_mask`` of what ran.
         """
-        processor = self.policy.processor
-        main, wrist = chunk["future_frames"].movedim(-3, -1).chunk(2, dim=-2)
-        records = {
-            "image": processor.images(chunk["main_images"], chunk["wrist_images"]),
-            "proprio": processor.proprio(chunk["states"]),
-            "instruction": pack_instructions(chunk["task_descriptions"]),
-            "executed_mask": chunk["executed_mask"],
-            "episode_id": chunk["episode_id"],
-            "elapsed_steps": chunk["elapsed_steps"],
-        }
+        records, frames = chunk_records(self.policy.processor, chunk, chunk)
         result = self.policy(
             forward_type="imagination_rewards",
             records=records,
-            frames=self.imagination.frames(
-                {
-                    "future_frames": processor.images(main, wrist),
-                    "future_frames_mask": chunk["future_frames_mask"],
-                }
-            ),
+            frames=self.imagination.frames(frames),
             settings=self.imagination.settings,
             similarity=self.imagination.similarity,
         )
