@@ -38,7 +38,7 @@ _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 _MAX_BATCH = 32
 """Macro-steps that a freshly trained small model imagines at a time."""
 
-_MAGNIFIED = 4
+_MAGNIFIED = 3
 """Pixels of a saved picture per pixel: the small model's are 64 high."""
 
 
@@ -62,6 +62,8 @@ def imagine_run(
     Raises:
         ValueError: the checkpoint is of other weights than this configuration trains.
     """
+    if cfg.rollout.num_threads is not None:
+        torch.set_num_threads(cfg.rollout.num_threads)
     policy = build_policy(cfg.actor.model, _DTYPES[cfg.actor.model.precision]).eval()
     policy.to("cuda" if torch.cuda.is_available() else "cpu")
     resume, sources = cfg.runner.resume_dir, ("live",)

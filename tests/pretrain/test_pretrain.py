@@ -95,6 +95,9 @@ def test_a_pretrained_model_is_saved_whole_with_its_measured_success(recorded):
     assert "demos_dir" not in loaded.training["recipe"]
     assert loaded.processor.statistics.num_episodes == len(load_successes(cfg.demos_dir))
     assert any("step 3/3" in line for line in lines)
+    assert loaded.training["imagination"]["task_0"]["plus_8"].startswith("PSNR ")
+    written = {file.name for file in (folder / "model_imagination").iterdir()}
+    assert written == {"imagination.md", "imagination.json", "task_0_live.png"}
 
 
 def test_windows_repeat_the_end_and_mark_it():
