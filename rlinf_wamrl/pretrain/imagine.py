@@ -140,7 +140,7 @@ def save_imaginations(
     report: Callable[[str], None],
 ) -> None:
     """Write tables and pictures to a folder, and report the tables."""
-    text = "\n".join([*_frame_table(measured), "", *_reward_table(measured)])
+    text = "\n".join(_tables(measured))
     report(text)
     write_text_atomic(folder / "imagination.md", text + "\n")
     plain = {
@@ -177,48 +177,55 @@ def _reward_text(reward: Discrimination) -> str:
     )
 
 
-def _frame_table(measured: Mapping[Source, Sequence[Imagination]]) -> Iterator[str]:
+_FRAME_HEAD = (
+    "| task | imagination | actions ahead | frames | imagined | copied | moving pixels | "
+    "imagined, moving | copied, moving |",
+    "|---|---|---:|---:|---:|---:|---:|---:|---:|",
+)
+
+_REWARD_HEAD = (
+    "| task | imagination | similarity | weight | successes | failures | mean of successes | "
+    "mean of failures | AUC |",
+    "|---|---|---|---|---:|---:|---:|---:|---:|",
+)
+
+
+def _tables(measured: Mapping[Source, Sequence[Imagination]]) -> Iterator[str]:
+    results = [(one.task, source, one) for source, several in measured.items() for one in several]
     yield (
         "PSNR in dB of frames imagined by the video expert, next to the current picture copied, "
         "against what was executed. A pixel moves when a colour of the executed frame differs from "
         f"the current picture by more than {MOTION_THRESHOLD} of its range."
     )
+    yield from ("", *_FRAME_HEAD)
+    for task, source, one in results:
+        for frame in one.frames:
+            yield _row(task, source, *_frame_cells(frame))
     yield ""
-    yield (
-        "| task | imagination | actions ahead | frames | imagined | copied | moving pixels | "
-        "imagined, moving | copied, moving |"
-    )
-    yield "|---|---|---:|---:|---:|---:|---:|---:|---:|"
-    for source, results in measured.items():
-        for one in results:
-            for frame in one.frames:
-                yield (
-                    f"| {one.task} | {source} | +{frame.actions} | {frame.frames} | "
-                    f"{_decibels(frame.imagined)} | {_decibels(frame.copied)} | "
-                    f"{frame.moving_share:.1%} | {_decibels(frame.imagined_moving)} | "
-                    f"{_decibels(frame.copied_moving)} |"
-                )
-
-
-def _reward_table(measured: Mapping[Source, Sequence[Imagination]]) -> Iterator[str]:
     yield (
         "Reconstruction reward of episodes, before normalisation. AUC: how often a success has "
         "more than a failure of the same task; 0.5 tells nothing."
     )
-    yield ""
-    yield (
-        "| task | imagination | similarity | weight | successes | failures | mean of successes | "
-        "mean of failures | AUC |"
-    )
-    yield "|---|---|---|---|---:|---:|---:|---:|---:|"
-    for source, results in measured.items():
-        for one in results:
-            for reward in one.rewards:
-                yield (
-                    f"| {one.task} | {source} | {reward.similarity} | {reward.weight} | "
-                    f"{reward.successes} | {reward.failures} | {_number(reward.success_reward)} | "
-                    f"{_number(reward.failure_reward)} | {_number(reward.auc)} |"
-                )
+    yield from ("", *_REWARD_HEAD)
+    for task, source, one in results:
+        for reward in one.rewards:
+            yield _row(task, source, *_reward_cells(reward))
+
+
+def _frame_cells(frame: FrameErrors) -> tuple[object, ...]:
+    whole = (_decibels(frame.imagined), _decibels(frame.copied))
+    moving = (_decibels(frame.imagined_moving), _decibels(frame.copied_moving))
+    return (f"+{frame.actions}", frame.frames, *whole, f"{frame.moving_share:.1%}", *moving)
+
+
+def _reward_cells(reward: Discrimination) -> tuple[object, ...]:
+    values = (reward.success_reward, reward.failure_reward, reward.auc)
+    counts = (reward.successes, reward.failures)
+    return (reward.similarity, reward.weight, *counts, *(_number(value) for value in values))
+
+
+def _row(*cells: object) -> str:
+    return f"| {' | '.join(str(cell) for cell in cells)} |"
 
 
 def _decibels(error: float | None) -> str:
