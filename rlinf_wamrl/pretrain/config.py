@@ -45,6 +45,9 @@ class TrainConfig:
     """Optimiser steps. The shipped checkpoint fixes this number, not the wall time."""
     batch_size: int = 32
     """Windows per step."""
+    task_weights: dict[str, float] | None = None
+    """Instruction -> share of the windows drawn, relative to the others; null draws all windows
+    alike."""
     lr: float = 1e-3
     """Peak learning rate of AdamW (0.9, 0.95)."""
     warmup_steps: int = 200

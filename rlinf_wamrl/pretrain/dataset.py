@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -29,7 +29,8 @@ class Windows:
     image_is_pad: Tensor  # [N,F] bool, likewise
     proprio: Tensor  # [N,P] float32, normalised
     instruction: Tensor  # [N] int64, row of ``context``
-    context: Tensor  # [I,L,D] text embeddings of the I instructions
+    instructions: tuple[str, ...]  # I of them
+    context: Tensor  # [I,L,D] their text embeddings
     context_mask: Tensor  # [I,L] bool
 
     def __len__(self) -> int:
@@ -47,6 +48,29 @@ class Windows:
             "context": self.context[instruction],
             "context_mask": self.context_mask[instruction],
         }
+
+    def weights(self, shares: Mapping[str, float] | None) -> Tensor:
+        """Return how likely each window is drawn, float64 [N], not normalised.
+
+        Args:
+            shares: instruction -> share of the windows drawn, relative to the others; None
+                weighs all windows alike.
+
+        Raises:
+            ValueError: an instruction without a share, a share without windows, or none positive.
+        """
+        if shares is None:
+            return torch.ones(len(self), dtype=torch.float64)
+        if set(shares) != set(self.instructions):
+            raise ValueError(
+                f"train.task_weights names {sorted(shares)}, but the data shows "
+                f"{sorted(self.instructions)}: give each of these a share, or none at all"
+            )
+        share = torch.tensor([shares[name] for name in self.instructions], dtype=torch.float64)
+        if not (share >= 0).all() or not share.sum() > 0:
+            raise ValueError(f"train.task_weights must not be negative, nor all 0: {dict(shares)}")
+        counts = torch.bincount(self.instruction, minlength=len(share))
+        return (share / counts)[self.instruction]
 
     @classmethod
     def build(
@@ -96,7 +120,7 @@ class Windows:
             row = instructions.index(episode.instruction)
             columns["instruction"].append(torch.full((steps,), row))
         joined = {name: torch.cat(parts) for name, parts in columns.items()}
-        return cls(context=context, context_mask=mask, **joined)
+        return cls(instructions=tuple(instructions), context=context, context_mask=mask, **joined)
 
 
 def window_indices(

@@ -13,12 +13,12 @@ from typing import Any
 import torch
 from omegaconf import DictConfig, OmegaConf
 
-from rlinf_wamrl.policy import SamplingSettings
+from rlinf_wamrl.policy import SamplingSettings, WAMPolicy
 from rlinf_wamrl.pretrain.dataset import Windows, episode_videos, load_successes, statistics_of
-from rlinf_wamrl.pretrain.evaluate import evaluate_pretrained, pretrained_policy
+from rlinf_wamrl.pretrain.evaluate import Played, evaluate_pretrained, pretrained_policy
 from rlinf_wamrl.pretrain.imagine import imagine_pretrained
 from rlinf_wamrl.processing import Processor, ProcessorConfig
-from rlinf_wamrl.wam.config import WAMConfig
+from rlinf_wamrl.wam.config import ACTION_INFER_MODES, WAMConfig
 from rlinf_wamrl.wam.pretrained import PretrainedWAM, save_pretrained
 from rlinf_wamrl.wam.text import HashedWordEncoder
 from rlinf_wamrl.wam.vae import reconstruction_psnr
@@ -30,8 +30,8 @@ __all__ = ["pretrain", "train_wam"]
 HOLD_OUT = 10
 """Every tenth episode measures the autoencoder instead of fitting it."""
 
-FIT_STRIDE = 4
-"""The autoencoder is fitted to every fourth window: neighbours look alike."""
+FIT_STRIDE = 48
+"""Steps between windows the autoencoder is fitted to: neighbours look alike."""
 
 
 def pretrain(cfg: DictConfig, report: Callable[[str], None] = print) -> PretrainedWAM:
@@ -81,14 +81,17 @@ def pretrain(cfg: DictConfig, report: Callable[[str], None] = print) -> Pretrain
     pretrained = PretrainedWAM(
         model=averaged, vae=vae, text_encoder=text_encoder, processor=processor
     )
-    states = cfg.evaluation.init_state_range
     policy = pretrained_policy(pretrained, _evaluation_settings(cfg))
-    played = evaluate_pretrained(policy, cfg.demos, states, report=report)
-    imagined = imagine_pretrained(policy, played, Path(cfg.output_dir), report)
+    played = _play_in_each_mode(policy, cfg, report)
+    trained_mode = averaged.action_infer_mode
+    imagined = imagine_pretrained(policy, played[trained_mode], Path(cfg.output_dir), report)
     pretrained = replace(
         pretrained,
         training={
-            "held_out_success": {f"task_{task}": one.score for task, one in played.items()},
+            "held_out_success": {
+                mode: {f"task_{task}": one.score for task, one in tasks.items()}
+                for mode, tasks in played.items()
+            },
             "imagination": imagined,
             "autoencoder": asdict(quality),
             "recipe": recipe,
@@ -97,6 +100,22 @@ def pretrain(cfg: DictConfig, report: Callable[[str], None] = print) -> Pretrain
     save_pretrained(pretrained, Path(cfg.output_dir), overwrite=True)
     report(f"checkpoint {cfg.output_dir}")
     return pretrained
+
+
+def _play_in_each_mode(
+    policy: WAMPolicy, cfg: DictConfig, report: Callable[[str], None]
+) -> dict[str, dict[int, Played]]:
+    """Play the held-out states in every inference mode the variant was trained for."""
+    own = policy.wam.config
+    modes = ACTION_INFER_MODES if own.variant == "optional_idm" else (own.action_infer_mode,)
+    played = {}
+    for mode in modes:
+        report(f"held-out states, action_infer_mode {mode}")
+        policy.wam.config = replace(own, action_infer_mode=mode)
+        states = cfg.evaluation.init_state_range
+        played[mode] = evaluate_pretrained(policy, cfg.demos, states, report=report)
+    policy.wam.config = own
+    return played
 
 
 def _evaluation_settings(cfg: DictConfig) -> SamplingSettings:
@@ -123,6 +142,7 @@ def train_wam(model: WAM, windows: Windows, train: Any, report: Callable[[str], 
         A copy of the model with exponentially averaged weights.
     """
     generator = torch.Generator().manual_seed(train.seed)
+    weights = windows.weights(train.task_weights)
     optimizer = torch.optim.AdamW(
         model.parameters(), lr=train.lr, betas=(0.9, 0.95), weight_decay=train.weight_decay
     )
@@ -133,7 +153,7 @@ def train_wam(model: WAM, windows: Windows, train: Any, report: Callable[[str], 
     for step in range(train.steps):
         for group in optimizer.param_groups:
             group["lr"] = train.lr * _rate(step, train)
-        rows = torch.randint(len(windows), (train.batch_size,), generator=generator)
+        rows = torch.multinomial(weights, train.batch_size, replacement=True, generator=generator)
         loss, scalars = model.training_loss(windows.sample(rows), generator)
         optimizer.zero_grad()
         loss.backward()

@@ -9,7 +9,7 @@ jointly, so that the layout of time is that of the Wan2.2 autoencoder.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal
@@ -27,6 +27,11 @@ __all__ = ["PatchVAE", "PatchVAEConfig", "PatchVAEFit"]
 EIGENVALUE_FLOOR = 1e-6
 """Smallest channel variance, relative to the largest, that a scale is taken from: below it a
 channel holds rounding noise, which dividing by its own scale would turn into a signal."""
+
+
+FIT_BATCH = 64
+"""Videos whose moments are taken at once: adding up matrices of a group's width squared costs as
+much as a few videos do."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,7 +117,7 @@ class PatchVAE(nn.Module):
             ValueError: no videos, wrong shapes, or videos without any later image.
         """
         fit = PatchVAEFit(config)
-        for video in videos:
+        for video in _joined(videos):
             fit.update(video)
         return fit.finish()
 
@@ -253,6 +258,21 @@ class PatchVAEFit:
         group_moment = _moment(self._group_square, self._group_sum, self._groups, repeated)
         vae.group_basis[:], vae.group_scale[:] = _principal(group_moment, config)
         return vae
+
+
+def _joined(videos: Iterable[Tensor]) -> Iterator[Tensor]:
+    """Join batches to at least ``FIT_BATCH`` videos: the last may be smaller, shapes stay apart."""
+    waiting: list[Tensor] = []
+    for video in videos:
+        if waiting and video.shape[1:] != waiting[0].shape[1:]:
+            yield torch.cat(waiting)
+            waiting = []
+        waiting.append(video)
+        if sum(map(len, waiting)) >= FIT_BATCH:
+            yield torch.cat(waiting)
+            waiting = []
+    if waiting:
+        yield torch.cat(waiting)
 
 
 def _check_image_size(config: PatchVAEConfig, video: Tensor) -> None:

@@ -2,18 +2,26 @@
 
 import numpy as np
 import pytest
+import torch
 from omegaconf import OmegaConf
 
 from rlinf_wamrl.config.compose import compose_typed, shipped_config
 from rlinf_wamrl.data.lerobot_dataset import STATISTICS_FILE, LeRobotDataset, LeRobotWriter
 from rlinf_wamrl.normalisation import DatasetStatistics
 from rlinf_wamrl.pretrain.config import PretrainConfig
-from rlinf_wamrl.pretrain.dataset import load_successes, statistics_of, window_indices
+from rlinf_wamrl.pretrain.dataset import (
+    Windows,
+    load_successes,
+    statistics_of,
+    window_indices,
+)
 from rlinf_wamrl.pretrain.demos import record_demos
 from rlinf_wamrl.pretrain.train import pretrain
 from rlinf_wamrl.wam.pretrained import load_pretrained
 
 TINY = [
+    "demos.task_ids=[0]",
+    "train.task_weights=null",
     "demos.episodes_per_task=3",
     "demos.num_processes=2",
     "demos.init_state_range=[0,3]",
@@ -91,7 +99,7 @@ def test_a_pretrained_model_is_saved_whole_with_its_measured_success(recorded):
     pretrain(cfg, lines.append)
     loaded = load_pretrained(folder / "model")
     assert loaded.model.config.action_horizon == 16
-    assert loaded.training["held_out_success"]["task_0"].endswith("/2")
+    assert loaded.training["held_out_success"]["first_frame"]["task_0"].endswith("/2")
     assert "demos_dir" not in loaded.training["recipe"]
     assert loaded.processor.statistics.num_episodes == len(load_successes(cfg.demos_dir))
     assert any("step 3/3" in line for line in lines)
@@ -124,3 +132,33 @@ def test_the_shipped_model_is_within_its_promised_range():
     training = load_pretrained(f"{root}/pretrained/small").training
     solved, total = map(int, training["held_out_success"]["task_0"].split("/"))
     assert total >= 120 and 0.3 <= solved / total <= 0.6
+
+
+def windows_of(counts):
+    """One-step windows of instructions named by letters, ``counts`` of each."""
+    names = tuple("abc"[: len(counts)])
+    rows = torch.repeat_interleave(torch.arange(len(counts)), torch.tensor(counts))
+    empty = torch.zeros(len(rows), 1)
+    return Windows(
+        latents=empty,
+        actions=empty,
+        action_is_pad=empty.bool(),
+        image_is_pad=empty.bool(),
+        proprio=empty,
+        instruction=rows,
+        instructions=names,
+        context=torch.zeros(len(names), 1, 1),
+        context_mask=torch.ones(len(names), 1, dtype=torch.bool),
+    )
+
+
+def test_task_weights_are_the_shares_of_what_is_drawn():
+    windows = windows_of([10, 1, 50])
+    weights = windows.weights({"a": 1, "b": 4, "c": 0})
+    shares = torch.zeros(3, dtype=torch.float64).index_add_(0, windows.instruction, weights)
+    torch.testing.assert_close(shares / shares.sum(), torch.tensor([0.2, 0.8, 0.0]).double())
+    assert windows.weights(None).unique().tolist() == [1.0]
+    with pytest.raises(ValueError, match=r"names \['a'\], but the data shows \['a', 'b', 'c'\]"):
+        windows.weights({"a": 1})
+    with pytest.raises(ValueError, match="must not be negative, nor all 0"):
+        windows.weights({"a": 0, "b": 0, "c": 0})
