@@ -28,7 +28,8 @@ class Cost:
     """What chunks of one configuration cost."""
 
     milliseconds: float  # wall time per environment step, median over chunks
-    busy: float  # share of the processes' wall time on a core
+    cpu: float  # ms per environment step, in the processes
+    busy: float  # share of the wall time in which the processes were on a core
     wanted: float  # the same, plus the time in which other programs held the core
     megabytes: float  # all environment processes, shared pages counted in part
     last: dict  # observation at the end
@@ -74,11 +75,13 @@ def cost_of_chunks(num_envs, num_processes, chunks, size=SIZE):
         started = time.perf_counter()
         [last], *_ = env.chunk_step(actions)
         walls.append(time.perf_counter() - started)
-    on_core, waiting = (core_seconds(processes) - before) / (sum(walls) * num_processes)
+    on_core, waiting = core_seconds(processes) - before
+    held = sum(walls) * num_processes
     cost = Cost(
         milliseconds=statistics.median(walls) / (num_envs * LENGTH) * 1e3,
-        busy=on_core,
-        wanted=on_core + waiting,
+        cpu=on_core / (chunks * num_envs * LENGTH) * 1e3,
+        busy=on_core / held,
+        wanted=(on_core + waiting) / held,
         megabytes=megabytes(processes),
         last=last,
     )
@@ -150,8 +153,8 @@ def print_costs(title, rows):
     for envs, processes, cost in rows:
         ratio = cost.milliseconds / rows[0][2].milliseconds
         print(
-            f"| {envs} | {processes} | {cost.milliseconds:.2f} | {ratio:.2f} | {cost.busy:.0%} "
-            f"| {cost.wanted:.0%} | {cost.megabytes:.0f} |"
+            f"| {envs} | {processes} | {cost.milliseconds:.2f} | {ratio:.2f} | {cost.cpu:.2f} "
+            f"| {cost.busy:.0%} | {cost.wanted:.0%} | {cost.megabytes:.0f} |"
         )
 
 
