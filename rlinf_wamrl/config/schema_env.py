@@ -63,9 +63,11 @@ class EnvSideConfig:
     assets_dir: str | None = None
     """Folder with a real suite's assets; null looks at $LIBERO_ASSETS and the installed extra."""
     num_processes: int | None = None
-    """Simulator processes per env worker; null takes the CPU count."""
-    max_built_tasks: int = 4
-    """Built environments that a simulator process keeps, for changing tasks cheaply."""
+    """Simulator processes per env worker, each of which runs several environments in turn; null
+    takes the CPU count, more only cost memory."""
+    max_built_tasks: int | None = None
+    """Built environments that a simulator process keeps, for changing tasks cheaply; null: 8 of the
+    demo suite (35 MB each), 2 of the real suites (300 to 600 MB each)."""
     restart_dead_processes: bool = True
     """Restart a simulator process that dies, and re-run its episodes from the same states."""
     watchdog_seconds: float = 300.0
