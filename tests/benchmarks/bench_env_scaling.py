@@ -147,9 +147,9 @@ def print_costs(title, rows):
     """A Markdown table of costs, ratios to the first row."""
     print(f"\n{title}\n")
     print(
-        "| environments | processes | ms/step | ratio | cores busy | wanted | MB, all processes |"
+        "| environments | processes | ms/step | ratio | CPU ms/step | busy | wanted | MB in all |"
     )
-    print("|---:" * 7 + "|")
+    print("|---:" * 8 + "|")
     for envs, processes, cost in rows:
         ratio = cost.milliseconds / rows[0][2].milliseconds
         print(
