@@ -67,7 +67,8 @@ class EnvSideConfig:
     takes the CPU count, more only cost memory."""
     max_built_tasks: int | None = None
     """Built environments that a simulator process keeps, for changing tasks cheaply; null: 8 of the
-    demo suite (35 MB each), 2 of the real suites (300 to 600 MB each)."""
+    demo suite (17 MB each), 2 of the real suites (205 MB each with max_texture_size 512, else
+    740)."""
     restart_dead_processes: bool = True
     """Restart a simulator process that dies, and re-run its episodes from the same states."""
     watchdog_seconds: float = 300.0
