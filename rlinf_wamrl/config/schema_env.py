@@ -63,9 +63,12 @@ class EnvSideConfig:
     assets_dir: str | None = None
     """Folder with a real suite's assets; null looks at $LIBERO_ASSETS and the installed extra."""
     num_processes: int | None = None
-    """Simulator processes per env worker; null takes the CPU count."""
-    max_built_tasks: int = 4
-    """Built environments that a simulator process keeps, for changing tasks cheaply."""
+    """Simulator processes per env worker, each of which runs several environments in turn; null
+    takes the CPU count, more only cost memory."""
+    max_built_tasks: int | None = None
+    """Built environments that a simulator process keeps, for changing tasks cheaply; null: 8 of the
+    demo suite (17 MB each), 2 of the real suites (205 MB each with max_texture_size 512, else
+    740)."""
     restart_dead_processes: bool = True
     """Restart a simulator process that dies, and re-run its episodes from the same states."""
     watchdog_seconds: float = 300.0

@@ -32,7 +32,8 @@ class EnvConfig:
     assets_dir: str | None = None  # LIBERO's files; null: LIBERO_ASSETS, then installed packages
     num_processes: int | None = None  # null: one per core
     # Built environments a process keeps beyond those that run, so that changing tasks costs
-    # nothing; null: 8 of the demo's (35 MB each), 2 of the real suites' (300 to 600 MB each).
+    # nothing; null: 8 of the demo's (17 MB each), 2 of the real suites' (205 MB each with
+    # textures of at most 512 pixels, 740 MB with whole ones).
     max_built_tasks: int | None = None
     restart_dead_processes: bool = True
     watchdog_seconds: float = 300.0  # a process that takes longer for a chunk hangs

@@ -7,7 +7,11 @@ import weakref
 import mujoco
 import numpy as np
 
+from rlinf_wamrl.envs.culling import Culling
+
 __all__ = ["Drawing"]
+
+_HIDDEN_GROUP = mujoco.mjNGROUP - 1  # not drawn by default, and only drawing looks at groups
 
 
 class Drawing:
@@ -34,8 +38,7 @@ class Drawing:
         self._context = GLContext(self._size, self._size, -1)
         self._context.make_current()
         self._scene = mujoco.MjvScene(self._model, maxgeom=1000)
-        if settings.render_quality != "stock":
-            self._scene.flags[mujoco.mjtRndFlag.mjRND_REFLECTION] = 0
+        self._culling = Culling(self._model, reflections=settings.render_quality == "stock")
         self._renderer = mujoco.MjrContext(self._model, mujoco.mjtFontScale.mjFONTSCALE_150)
         # MuJoCo frees display lists by number, in whatever context is bound: without this, a
         # collected environment would take the pictures of a living one with it.
@@ -57,21 +60,30 @@ class Drawing:
         self._context.make_current()
         pictures = []
         for camera in self._cameras:
-            self._camera.fixedcamid = camera
-            mujoco.mjv_updateScene(
-                self._model,
-                self._data,
-                self._option,
-                None,
-                self._camera,
-                mujoco.mjtCatBit.mjCAT_ALL,
-                self._scene,
-            )
+            self._update_scene(camera)
             mujoco.mjr_render(self._viewport, self._scene, self._renderer)
             rows = np.empty((self._size, self._size, 3), dtype=np.uint8)
             mujoco.mjr_readPixels(rows, None, self._viewport, self._renderer)
             pictures.append(rows[::-1, ::-1])
         return pictures
+
+    def _update_scene(self, camera: int) -> None:
+        """Collect what a camera may see."""
+        invisible, mirrors = self._culling.invisible(self._data, camera)
+        self._scene.flags[mujoco.mjtRndFlag.mjRND_REFLECTION] = mirrors
+        self._camera.fixedcamid = camera
+        groups = self._model.geom_group.copy()
+        self._model.geom_group[invisible] = _HIDDEN_GROUP
+        mujoco.mjv_updateScene(
+            self._model,
+            self._data,
+            self._option,
+            None,
+            self._camera,
+            mujoco.mjtCatBit.mjCAT_ALL,
+            self._scene,
+        )
+        self._model.geom_group[:] = groups
 
     def close(self) -> None:
         """Free the context."""

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 
 import mujoco
 import numpy as np
+from robosuite.models.grippers.panda_gripper import PandaGripper
 from robosuite.utils.control_utils import (
     nullspace_torques,
     opspace_matrices,
@@ -26,6 +27,7 @@ __all__ = ["ArmStepper", "SimulationState"]
 # After `set_init_state` a stock environment samples its observables in the 24th of 25 substeps
 # (its sampling clock runs two substeps early), so this is what every recorded dataset shows.
 OBSERVED_SUBSTEP = 24
+_FINGER_DIRECTIONS = np.array([-1.0, 1.0])  # of a closing gripper
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,10 +65,11 @@ class ArmStepper:
 
     Args:
         env: A constructed and reset robosuite environment (``BDDLBaseDomain``) with one robot,
-            fixed-impedance OSC_POSE deltas and no interpolation, LIBERO's only configuration.
+            fixed-impedance OSC_POSE deltas, no interpolation and Panda's gripper, LIBERO's only
+            configuration.
 
     Raises:
-        ValueError: The environment uses another controller.
+        ValueError: The environment uses another controller or gripper.
     """
 
     def __init__(self, env) -> None:
@@ -76,9 +79,13 @@ class ArmStepper:
             raise ValueError(f"only fixed-impedance OSC_POSE is supported, not {controller.name}")
         if not controller.uncoupling or controller.interpolator_pos is not None:
             raise ValueError("only uncoupled, uninterpolated OSC_POSE is supported")
+        if type(robot.gripper) is not PandaGripper:
+            raise ValueError(
+                f"only Panda's gripper is supported, not {type(robot.gripper).__name__}"
+            )
         self._env = env
         self.model = env.sim.model._model
-        self.data = env.sim.data._data
+        self.data = data = env.sim.data._data
         self.substeps = int(env.control_timestep / env.model_timestep)
         self._site = env.sim.model.site_name2id(controller.eef_name)
         self._hand_body = env.sim.model.body_name2id(robot.robot_model.eef_name)
@@ -95,6 +102,11 @@ class ArmStepper:
         self._jacp = np.zeros((3, self.model.nv))
         self._jacr = np.zeros((3, self.model.nv))
         self._mass = np.zeros((self.model.nv, self.model.nv))
+        # Views of MuJoCo's arrays; asking `data` for them costs more than what is done with them.
+        self._qpos, self._qvel, self._ctrl, self._inertia = data.qpos, data.qvel, data.ctrl, data.qM
+        self._bias = data.qfrc_bias
+        self._site_xpos = data.site_xpos[self._site]
+        self._site_xmat = data.site_xmat[self._site].reshape(3, 3)
 
     def step(self, action: np.ndarray, on_observed=None) -> None:
         """Advance one control step (0.05 s).
@@ -107,6 +119,7 @@ class ArmStepper:
         robot = self._env.robots[0]
         controller, gripper = robot.controller, robot.gripper
         model, data = self.model, self.data
+        finger_move = _FINGER_DIRECTIONS * gripper.speed * np.sign(action[6:])
         for substep in range(1, self.substeps + 1):
             mujoco.mj_step1(model, data)
             # As in robosuite, a controller made by the last reset keeps what it read then for its
@@ -116,11 +129,12 @@ class ArmStepper:
             controller.new_update = True
             if substep == 1:
                 self._set_goal(controller, action[:6])
-            data.ctrl[self._arm_actuators] = np.clip(
-                self._torques(controller), self._torque_low, self._torque_high
-            )
-            fingers = gripper.format_action(action[6:])
-            data.ctrl[self._finger_actuators] = self._finger_bias + self._finger_weight * fingers
+            # Not `np.clip`, whose wrappers take longer than all else here.
+            torques = np.maximum(self._torques(controller), self._torque_low)
+            self._ctrl[self._arm_actuators] = np.minimum(torques, self._torque_high)
+            fingers = np.minimum(np.maximum(gripper.current_action + finger_move, -1.0), 1.0)
+            gripper.current_action = fingers
+            self._ctrl[self._finger_actuators] = self._finger_bias + self._finger_weight * fingers
             mujoco.mj_step2(model, data)
             if substep == OBSERVED_SUBSTEP and on_observed is not None:
                 on_observed()
@@ -167,13 +181,13 @@ class ArmStepper:
     def _read_kinematics(self, controller) -> None:
         model, data, qvel_index = self.model, self.data, self._qvel_index
         mujoco.mj_jacSite(model, data, self._jacp, self._jacr, self._site)
-        mujoco.mj_fullM(model, self._mass, data.qM)
-        controller.ee_pos = np.array(data.site_xpos[self._site])
-        controller.ee_ori_mat = np.array(data.site_xmat[self._site].reshape(3, 3))
-        controller.ee_pos_vel = np.dot(self._jacp, data.qvel)
-        controller.ee_ori_vel = np.dot(self._jacr, data.qvel)
-        controller.joint_pos = data.qpos[self._qpos_index]
-        controller.joint_vel = data.qvel[qvel_index]
+        mujoco.mj_fullM(model, self._mass, self._inertia)
+        controller.ee_pos = self._site_xpos.copy()
+        controller.ee_ori_mat = self._site_xmat.copy()
+        controller.ee_pos_vel = np.dot(self._jacp, self._qvel)
+        controller.ee_ori_vel = np.dot(self._jacr, self._qvel)
+        controller.joint_pos = self._qpos[self._qpos_index]
+        controller.joint_vel = self._qvel[qvel_index]
         controller.J_pos = self._jacp[:, qvel_index]
         controller.J_ori = self._jacr[:, qvel_index]
         controller.J_full = np.concatenate([controller.J_pos, controller.J_ori])
@@ -198,7 +212,7 @@ class ArmStepper:
             controller.mass_matrix, controller.J_full, controller.J_pos, controller.J_ori
         )
         wrench = np.concatenate([np.dot(lambda_pos, force), np.dot(lambda_ori, torque)])
-        torques = np.dot(controller.J_full.T, wrench) + self.data.qfrc_bias[self._qvel_index]
+        torques = np.dot(controller.J_full.T, wrench) + self._bias[self._qvel_index]
         torques += nullspace_torques(
             controller.mass_matrix,
             nullspace,

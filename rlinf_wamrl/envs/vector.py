@@ -13,6 +13,7 @@ import sys
 import tempfile
 import time
 import weakref
+from collections.abc import Hashable, Set
 from dataclasses import dataclass
 from multiprocessing import connection
 
@@ -22,9 +23,16 @@ from rlinf_wamrl.envs.rendering import choose_renderer
 from rlinf_wamrl.envs.settings import EnvSettings
 from rlinf_wamrl.envs.shared_memory import ArrayLayout, SharedArrays
 from rlinf_wamrl.envs.suites import TaskSpec
-from rlinf_wamrl.envs.worker_process import EpisodeSpec, ResetCommand, StepCommand, WorkerSetup
+from rlinf_wamrl.envs.worker_process import (
+    Answer,
+    EpisodeSpec,
+    ResetCommand,
+    RunningEpisode,
+    StepCommand,
+    WorkerSetup,
+)
 
-__all__ = ["EnvironmentProcessError", "VectorEnv", "VectorSettings"]
+__all__ = ["EnvironmentProcessError", "VectorEnv", "VectorSettings", "spread"]
 
 logger = logging.getLogger(__name__)
 
@@ -53,11 +61,30 @@ class VectorSettings:
     restarts: int = 3  # replacements of a dead or hanging process before giving up; 0: none
 
 
+def spread(candidates: dict[Hashable, Set[int]]) -> dict[int, list[Hashable]]:
+    """Share items evenly among the processes that can take each.
+
+    Args:
+        candidates: Item -> processes that can take it, at least one.
+
+    Returns:
+        Process -> its items; processes without any are left out.
+    """
+    shares = {process: [] for process in sorted(set().union(*candidates.values()))}
+    # Those with the least choice first; the others even out the rest.
+    for item in sorted(candidates, key=lambda item: len(candidates[item])):
+        shares[min(sorted(candidates[item]), key=lambda p: len(shares[p]))].append(item)
+    return {process: items for process, items in shares.items() if items}
+
+
 class VectorEnv:
     """Runs ``num_envs`` episodes in sub-processes that start at the first reset.
 
-    Slot ``i`` belongs to process ``i * num_processes // num_envs``, so neighbours, which share a
-    task in a group, share a built environment.
+    Episodes that start alike are started once. Before each chunk the running ones are shared
+    evenly among the processes: some end early, and a fixed place would leave a core idle. Only
+    processes that have built an episode's task take it; at the start of a round process
+    ``i * num_processes // num_envs`` builds the task of slot ``i``, so that neighbours, which share
+    a task in a group, share a built environment.
 
     Args:
         tasks: Task id -> task.
@@ -91,16 +118,10 @@ class VectorEnv:
             frame_offsets=settings.frame_offsets,
             max_built_tasks=settings.max_built_tasks,
         )
-        # Running episodes and what they executed, to run them again when their process dies.
-        self._episodes: dict[int, EpisodeSpec] = {}
-        self._history: dict[int, list[np.ndarray]] = {}
+        self._episodes: dict[int, RunningEpisode] = {}
         self._processes: list[_Process | None] = [None] * settings.num_processes
         self._restarts_left = settings.restarts
         self._finalizer = weakref.finalize(self, _stop, self._processes)
-
-    def process_of(self, slot: int) -> int:
-        """Index of the process that runs a slot."""
-        return slot * self.settings.num_processes // self.settings.num_envs
 
     def reset(self, episodes: dict[int, EpisodeSpec]) -> None:
         """End all episodes, start one in each named slot, write first observations to ``arrays``.
@@ -108,14 +129,31 @@ class VectorEnv:
         Raises:
             EnvironmentProcessError: A process failed.
         """
-        self._episodes = dict(episodes)
-        self._history = {slot: [] for slot in episodes}
-        self._execute(
+        homes: dict[EpisodeSpec, set[int]] = {}
+        first: dict[EpisodeSpec, int] = {}
+        task_ids: dict[int, set[int]] = {}
+        for slot, spec in episodes.items():
+            home = slot * self.settings.num_processes // self.settings.num_envs
+            homes.setdefault(spec, set()).add(home)
+            first.setdefault(spec, slot)
+            task_ids.setdefault(home, set()).add(spec.task_id)
+        shares = spread(homes)
+        states = self._execute(
             {
-                process: ResetCommand(episodes={slot: episodes[slot] for slot in slots})
-                for process, slots in self._by_process(episodes).items()
+                process: ResetCommand(
+                    episodes={first[spec]: spec for spec in shares.get(process, ())},
+                    task_ids=frozenset(tasks),
+                )
+                for process, tasks in task_ids.items()
             }
         )
+        for slot, spec in episodes.items():
+            for name in ("main", "wrist", "proprio"):
+                self.arrays[name][slot] = self.arrays[name][first[spec]]
+        self._episodes = {
+            slot: RunningEpisode(spec=spec, steps=0, state=states[first[spec]])
+            for slot, spec in episodes.items()
+        }
 
     def step(self, actions: np.ndarray, slots: list[int]) -> None:
         """Execute a chunk in each named slot, until its task is solved or its limit is reached.
@@ -132,18 +170,22 @@ class VectorEnv:
         """
         length = actions.shape[1]
         self.arrays["actions"][:, :length] = actions
-        self._execute(
+        shares = spread({slot: self._places(self._episodes[slot].spec.task_id) for slot in slots})
+        states = self._execute(
             {
-                process: StepCommand(slots=tuple(members), length=length)
-                for process, members in self._by_process(slots).items()
+                process: StepCommand(
+                    episodes={slot: self._episodes[slot] for slot in members}, length=length
+                )
+                for process, members in shares.items()
             }
         )
         for slot in slots:
-            count = int(self.arrays["executed"][slot].sum())
-            self._history[slot].append(self.arrays["actions"][slot, :count].copy())
-            steps = sum(len(part) for part in self._history[slot])
-            if self.arrays["success"][slot] or steps == self._episodes[slot].max_steps:
-                del self._episodes[slot], self._history[slot]
+            episode = self._episodes.pop(slot)
+            steps = episode.steps + int(self.arrays["executed"][slot].sum())
+            if not self.arrays["success"][slot] and steps < episode.spec.max_steps:
+                self._episodes[slot] = RunningEpisode(
+                    spec=episode.spec, steps=steps, state=states[slot]
+                )
 
     def process_ids(self) -> list[int]:
         """Operating system ids of the running sub-processes."""
@@ -153,15 +195,16 @@ class VectorEnv:
         """Stop all sub-processes; the next reset starts new ones."""
         _stop(self._processes)
         self._episodes.clear()
-        self._history.clear()
 
-    def _by_process(self, slots) -> dict[int, list[int]]:
-        members: dict[int, list[int]] = {}
-        for slot in slots:
-            members.setdefault(self.process_of(slot), []).append(slot)
-        return members
+    def _places(self, task_id: int) -> set[int]:
+        """Processes that have built a task; all if none has, as after a death."""
+        everyone = range(self.settings.num_processes)
+        running = {i for i in everyone if self._processes[i] is not None}
+        return {i for i in running if task_id in self._processes[i].built} or set(everyone)
 
-    def _execute(self, commands: dict[int, ResetCommand | StepCommand]) -> None:
+    def _execute(self, commands: dict[int, ResetCommand | StepCommand]) -> dict[int, bytes]:
+        """Send commands to processes; return the states of all episodes in them."""
+        states: dict[int, bytes] = {}
         try:
             for process, command in commands.items():
                 self._running(process).send(command)
@@ -172,7 +215,7 @@ class VectorEnv:
                 ready = connection.wait(list(pipes), max(0.0, deadline - time.monotonic()))
                 for index in [pipes[pipe] for pipe in ready] or list(waiting):
                     try:
-                        self._processes[index].receive(hangs=not ready)
+                        states.update(self._processes[index].receive(hangs=not ready).states)
                         del waiting[index]
                     except _ProcessLostError as error:
                         self._replace(index, waiting[index], error)
@@ -181,6 +224,7 @@ class VectorEnv:
             # After a failure or Ctrl-C no answer can be matched to its question any more.
             _stop(self._processes)
             raise
+        return states
 
     def _running(self, index: int) -> _Process:
         if self._processes[index] is None:
@@ -188,27 +232,14 @@ class VectorEnv:
         return self._processes[index]
 
     def _replace(self, index: int, command, error: _ProcessLostError) -> None:
-        """Start a new process, bring its episodes to where they were, and repeat the command."""
-        running = [slot for slot in self._episodes if self.process_of(slot) == index]
-        history = {
-            slot: np.concatenate([np.empty((0, 7)), *self._history[slot]]) for slot in running
-        }
-        while True:
-            if self._restarts_left == 0:
-                raise error
-            self._restarts_left -= 1
-            logger.warning("%s\nIt is replaced, and its episodes are run again.", error)
-            _stop([self._processes[index]])
-            self._processes[index] = None
-            try:
-                if isinstance(command, StepCommand):
-                    episodes = {slot: self._episodes[slot] for slot in running}
-                    self._running(index).send(ResetCommand(episodes=episodes, history=history))
-                    self._processes[index].wait(self.settings.timeout_seconds)
-                self._running(index).send(command)
-                return
-            except _ProcessLostError as again:
-                error = again
+        """Start a new process and give it the command, which brings its episodes' states."""
+        if self._restarts_left == 0:
+            raise error
+        self._restarts_left -= 1
+        logger.warning("%s\nIt is replaced, and the chunk is run again.", error)
+        _stop([self._processes[index]])
+        self._processes[index] = None
+        self._running(index).send(command)
 
 
 class _Process:
@@ -217,6 +248,7 @@ class _Process:
     def __init__(self, setup: WorkerSetup, arrays: SharedArrays, index: int) -> None:
         choose_renderer()  # a missing library is told by the parent, in words
         self.index = index
+        self.built: frozenset[int] = frozenset()
         self.errors = tempfile.TemporaryFile()  # noqa: SIM115, closed by _stop
         ours, theirs = socket.socketpair()
         command = [sys.executable, "-c", _CHILD_PROGRAM]
@@ -244,10 +276,7 @@ class _Process:
         with contextlib.suppress(BrokenPipeError, ConnectionResetError):
             self.pipe.send(message)
 
-    def wait(self, timeout: float) -> None:
-        self.receive(hangs=not self.pipe.poll(timeout))
-
-    def receive(self, hangs: bool = False) -> None:
+    def receive(self, hangs: bool) -> Answer:
         """Take the answer to the last command.
 
         Raises:
@@ -269,8 +298,10 @@ class _Process:
             # Only what comes from outside may go better a second time.
             kind = _ProcessLostError if code < 0 else EnvironmentProcessError
             raise kind(f"{name} {how}.\n{self._error_output()}") from None
-        if answer is not None:
+        if not isinstance(answer, Answer):
             raise EnvironmentProcessError(f"{name} failed:\n{answer}")
+        self.built = answer.built
+        return answer
 
     def _error_output(self) -> str:
         # The child shares the file's position, so it is read without moving it.

@@ -1,8 +1,9 @@
 """The program of an environment sub-process.
 
-It imports no torch, holds one built environment per task it was asked for, and runs several
-episodes ("slots") in it by swapping their states, so that memory does not grow with the number of
-episodes. Pictures go to the parent through shared memory; the pipe carries small messages only.
+It imports no torch and holds one built environment per task it was asked for. Episodes do not
+live here: a command brings their states and the answer takes them along, so any process can go on
+with any episode, and memory does not grow with the number of episodes. Pictures go to the parent
+through shared memory; the pipe carries small messages only.
 """
 
 from __future__ import annotations
@@ -10,25 +11,29 @@ from __future__ import annotations
 import ctypes
 import faulthandler
 import os
+import pickle
 import signal
 import sys
 import traceback
 from collections import OrderedDict
-from dataclasses import dataclass, field
+from collections.abc import Set
+from dataclasses import dataclass
 from multiprocessing.connection import Connection
-from typing import TYPE_CHECKING
-
-import numpy as np
 
 from rlinf_wamrl.envs.libero import LiberoEnv
 from rlinf_wamrl.envs.settings import EnvSettings, Observation
 from rlinf_wamrl.envs.shared_memory import ArrayLayout, SharedArrays
 from rlinf_wamrl.envs.suites import TaskSpec
 
-if TYPE_CHECKING:
-    from rlinf_wamrl.envs.physics import SimulationState
-
-__all__ = ["EpisodeSpec", "ResetCommand", "StepCommand", "WorkerSetup", "main"]
+__all__ = [
+    "Answer",
+    "EpisodeSpec",
+    "ResetCommand",
+    "RunningEpisode",
+    "StepCommand",
+    "WorkerSetup",
+    "main",
+]
 
 _PR_SET_PDEATHSIG = 1
 
@@ -55,30 +60,36 @@ class WorkerSetup:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ResetCommand:
-    """Forget all episodes and start others.
+class RunningEpisode:
+    """An episode between two chunks."""
 
-    ``history`` holds actions that are executed at once, without pictures: they bring an episode
-    back to where it was when its process died.
-    """
+    spec: EpisodeSpec
+    steps: int  # executed so far
+    state: bytes  # a pickled SimulationState, which only sub-processes read
+
+
+@dataclass(frozen=True, kw_only=True)
+class ResetCommand:
+    """Start episodes, and build what the process may be asked to go on with."""
 
     episodes: dict[int, EpisodeSpec]  # slot -> episode
-    history: dict[int, np.ndarray] = field(default_factory=dict)  # slot -> float64 [t, 7]
+    task_ids: frozenset[int]
 
 
 @dataclass(frozen=True, kw_only=True)
 class StepCommand:
-    """Execute a chunk of ``length`` actions, found in shared memory, in each slot."""
+    """Execute a chunk of ``length`` actions, found in shared memory, in each episode."""
 
-    slots: tuple[int, ...]
+    episodes: dict[int, RunningEpisode]  # slot -> episode
     length: int
 
 
-@dataclass
-class _Slot:
-    spec: EpisodeSpec
-    steps: int = 0
-    state: SimulationState | None = None
+@dataclass(frozen=True, kw_only=True)
+class Answer:
+    """Where the episodes of a command stand now, and which tasks are built in the process."""
+
+    states: dict[int, bytes]  # slot -> RunningEpisode.state
+    built: frozenset[int]
 
 
 class _Worker:
@@ -87,42 +98,37 @@ class _Worker:
     def __init__(self, setup: WorkerSetup, arrays: SharedArrays) -> None:
         self._setup = setup
         self._arrays = arrays
-        self._slots: dict[int, _Slot] = {}
         self._built: OrderedDict[int, LiberoEnv] = OrderedDict()
-        # Slot whose episode each built environment is in the middle of.
-        self._loaded: dict[int, int] = {}
 
-    def reset(self, command: ResetCommand) -> None:
-        self._slots.clear()
-        self._loaded.clear()
-        self._make_room({spec.task_id for spec in command.episodes.values()})
+    def reset(self, command: ResetCommand) -> Answer:
+        self._build(command.task_ids)
+        states = {}
         for index, spec in command.episodes.items():
-            env = self._environment(spec.task_id)
-            self._park(spec.task_id)
+            env = self._built[spec.task_id]
             self._write_observation(index, env.reset(spec.init_state_id, spec.scene_seed))
-            slot = _Slot(spec)
-            for action in command.history.get(index, ()):
-                env.step(action)
-                slot.steps += 1
-            self._slots[index] = slot
-            self._loaded[spec.task_id] = index
+            states[index] = pickle.dumps(env.save_state())
+        return Answer(states=states, built=frozenset(self._built))
 
-    def step(self, command: StepCommand) -> None:
-        for index in command.slots:
-            self._run_chunk(index, command.length)
+    def step(self, command: StepCommand) -> Answer:
+        # A process that took the place of a dead one has built nothing yet.
+        self._build({episode.spec.task_id for episode in command.episodes.values()})
+        states = {}
+        for index, episode in command.episodes.items():
+            env = self._built[episode.spec.task_id]
+            env.load_state(pickle.loads(episode.state))
+            self._run_chunk(index, env, episode.spec.max_steps - episode.steps, command.length)
+            states[index] = pickle.dumps(env.save_state())
+        return Answer(states=states, built=frozenset(self._built))
 
-    def _run_chunk(self, index: int, length: int) -> None:
+    def _run_chunk(self, index: int, env: LiberoEnv, steps_left: int, length: int) -> None:
         arrays, offsets = self._arrays, self._setup.frame_offsets
-        slot = self._slots[index]
-        env = self._resume(index)
         arrays["executed"][index] = False
         arrays["frame_mask"][index] = False
         arrays["frames"][index] = 0
         arrays["frame_proprio"][index] = 0.0
         arrays["success"][index] = False
         for step in range(1, length + 1):
-            slot.steps += 1
-            last = step == length or slot.steps == slot.spec.max_steps
+            last = step in (length, steps_left)
             solved, observation = env.step(
                 arrays["actions"][index, step - 1], observe=last or step in offsets
             )
@@ -134,36 +140,20 @@ class _Worker:
                 self._write_observation(index, observation)
                 break
 
-    def _environment(self, task_id: int) -> LiberoEnv:
-        if task_id not in self._built:
-            self._built[task_id] = LiberoEnv(self._setup.tasks[task_id], self._setup.settings)
-            # Compiling the model leaves freed heap behind.
-            ctypes.CDLL(None).malloc_trim(0)
-        self._built.move_to_end(task_id)
-        return self._built[task_id]
-
-    def _make_room(self, needed: set[int]) -> None:
-        """Drop built environments that were not used for longest, down to the bound."""
-        total = len(needed | set(self._built))
-        for task_id in [task for task in self._built if task not in needed]:
+    def _build(self, task_ids: Set[int]) -> None:
+        """Build what is needed, after dropping what was not used for longest, down to the bound."""
+        total = len(task_ids | set(self._built))
+        for task_id in [task for task in self._built if task not in task_ids]:
             if total <= self._setup.max_built_tasks:
                 break
             self._built.pop(task_id).close()
             total -= 1
-
-    def _park(self, task_id: int) -> None:
-        index = self._loaded.pop(task_id, None)
-        if index is not None:
-            self._slots[index].state = self._built[task_id].save_state()
-
-    def _resume(self, index: int) -> LiberoEnv:
-        task_id = self._slots[index].spec.task_id
-        env = self._environment(task_id)
-        if self._loaded.get(task_id) != index:
-            self._park(task_id)
-            env.load_state(self._slots[index].state)
-            self._loaded[task_id] = index
-        return env
+        for task_id in sorted(task_ids):
+            if task_id not in self._built:
+                self._built[task_id] = LiberoEnv(self._setup.tasks[task_id], self._setup.settings)
+                # Compiling the model leaves freed heap behind.
+                ctypes.CDLL(None).malloc_trim(0)
+            self._built.move_to_end(task_id)
 
     def _write_observation(self, index: int, observation: Observation) -> None:
         self._arrays["main"][index] = observation.main
@@ -194,14 +184,10 @@ def main() -> None:
         while True:
             command = pipe.recv()
             try:
-                if isinstance(command, ResetCommand):
-                    worker.reset(command)
-                else:
-                    worker.step(command)
+                execute = worker.reset if isinstance(command, ResetCommand) else worker.step
+                pipe.send(execute(command))
             except Exception:
                 pipe.send(traceback.format_exc())
-            else:
-                pipe.send(None)
     except (EOFError, BrokenPipeError, ConnectionResetError):
         # Skip interpreter shutdown: OpenGL libraries like to crash in it.
         os._exit(0)

@@ -1,17 +1,20 @@
 """The real LIBERO suites, from a folder that holds their files."""
 
+import os
 from pathlib import Path
 
 import numpy as np
 import pytest
 from stock_libero import StockEnv, assert_same_observation, state_of
 
-from rlinf_wamrl.envs.assets import verify_libero_assets
+from rlinf_wamrl.envs.assets import ASSETS_VARIABLE, verify_libero_assets
 from rlinf_wamrl.envs.libero import LiberoEnv
 from rlinf_wamrl.envs.settings import EnvSettings
 from rlinf_wamrl.envs.suites import load_init_states, load_suite
 
-FILES = Path(__file__).parents[3] / "shared" / "libero_assets"
+FILES = Path(
+    os.environ.get(ASSETS_VARIABLE) or Path(__file__).parents[3] / "shared" / "libero_assets"
+)
 
 pytestmark = pytest.mark.skipif(
     not FILES.is_dir(), reason="needs the files of libero_spatial and libero_object"

@@ -14,8 +14,8 @@ import pytest
 from rlinf_wamrl.envs.libero import LiberoEnv
 from rlinf_wamrl.envs.settings import EnvSettings
 from rlinf_wamrl.envs.suites import load_suite
-from rlinf_wamrl.envs.vector import EnvironmentProcessError, VectorEnv, VectorSettings
-from rlinf_wamrl.envs.worker_process import EpisodeSpec, ResetCommand, StepCommand, _Worker
+from rlinf_wamrl.envs.vector import EnvironmentProcessError, VectorEnv, VectorSettings, spread
+from rlinf_wamrl.envs.worker_process import EpisodeSpec, ResetCommand, _Worker
 
 SETTINGS = EnvSettings(image_size=16, render_quality="light")
 TASKS = {task.task_id: task for task in load_suite("wamrl_demo").tasks}
@@ -83,6 +83,55 @@ def test_slots_give_what_a_lone_environment_gives(vector):
         env.close()
 
 
+@pytest.mark.parametrize(
+    ("candidates", "shares"),
+    [
+        ({}, {}),
+        ({"a": {0, 1}, "b": {0, 1}, "c": {0, 1}, "d": {0, 1}}, {0: ["a", "c"], 1: ["b", "d"]}),
+        ({"a": {0, 1}, "b": {0, 1}, "c": {0}, "d": {0}}, {0: ["c", "d"], 1: ["a", "b"]}),
+        ({"a": {0, 2}, "b": {2}, "c": {0, 2}}, {0: ["a", "c"], 2: ["b"]}),
+        ({"a": {1}, "b": {1}}, {1: ["a", "b"]}),
+    ],
+)
+def test_items_are_shared_evenly_among_those_who_can_take_them(candidates, shares):
+    assert spread(candidates) == shares
+
+
+def record_commands(vector, monkeypatch):
+    sent, execute = [], vector._execute
+    monkeypatch.setattr(vector, "_execute", lambda c: sent.append(c) or execute(c))
+    return sent
+
+
+def test_episodes_move_between_processes_unchanged(vector, monkeypatch):
+    sent = record_commands(vector, monkeypatch)
+    # Both episodes of the first process end, so it takes one of the other's.
+    specs = {slot: episode(0, slot, max_steps=8 if slot in (0, 2) else 60) for slot in range(4)}
+    alone = make_vector(num_processes=1)
+    for env in (vector, alone):
+        env.reset(specs)
+    for seed, slots in ((0, [0, 1, 2, 3]), (1, [1, 3]), (2, [1, 3])):
+        for env in (vector, alone):
+            env.step(chunk(seed), slots)
+        assert_equal_snapshots(snapshot(alone), snapshot(vector))
+    alone.close()
+    places = [{p: list(command.episodes) for p, command in step.items()} for step in sent[1:]]
+    assert places == [{0: [0, 2], 1: [1, 3]}, {0: [1], 1: [3]}, {0: [1], 1: [3]}]
+
+
+def test_episodes_that_start_alike_are_started_once(vector, monkeypatch):
+    sent = record_commands(vector, monkeypatch)
+    vector.reset({0: episode(0, 5), 1: episode(0, 5), 2: episode(0, 5), 3: episode(1, 5)})
+    assert [list(command.episodes) for command in sent[0].values()] == [[0], [3]]
+    assert [set(command.task_ids) for command in sent[0].values()] == [{0}, {0, 1}]
+    for name in ("main", "wrist", "proprio"):
+        for slot in (1, 2):
+            np.testing.assert_array_equal(vector.arrays[name][slot], vector.arrays[name][0])
+    # Equal starts, different actions: they part.
+    vector.step(chunk(0), [0, 1, 2, 3])
+    assert len({vector.arrays["proprio"][slot].tobytes() for slot in range(3)}) == 3
+
+
 def test_building_anew_gives_the_same_episode_as_keeping(vector):
     other = make_vector(num_envs=1, num_processes=1, max_built_tasks=1)
     for task_id in (0, 1, 0):
@@ -97,11 +146,10 @@ def test_building_anew_gives_the_same_episode_as_keeping(vector):
 def test_bound_on_built_tasks_spares_those_that_run():
     vector = make_vector(num_envs=2, num_processes=1, max_built_tasks=1)
     worker = _Worker(vector._setup, vector.arrays)
-    worker.reset(ResetCommand(episodes={0: episode(0, 1), 1: episode(1, 1)}))
-    worker.step(StepCommand(slots=(0, 1), length=1))
-    assert set(worker._built) == {0, 1}
-    worker.reset(ResetCommand(episodes={0: episode(1, 1)}))
-    assert set(worker._built) == {1}
+    answer = worker.reset(ResetCommand(episodes={}, task_ids=frozenset({0, 1})))
+    assert answer.built == {0, 1}
+    answer = worker.reset(ResetCommand(episodes={0: episode(1, 1)}, task_ids=frozenset({1})))
+    assert answer.built == {1}
 
 
 def test_limit_ends_an_episode_inside_a_chunk(vector):
