@@ -32,12 +32,12 @@ from rlinf_wamrl.rl.similarity import Similarity
 from rlinf_wamrl.streams import random_stream
 from rlinf_wamrl.wam.features import capture_video_features
 from rlinf_wamrl.wam.lora import frozen_features, live_and_frozen_features
-from rlinf_wamrl.wam.state import WAMState
+from rlinf_wamrl.wam.state import WAMState, stack_keys_values
 
 if TYPE_CHECKING:
     from rlinf_wamrl.policy import WAMPolicy
 
-__all__ = ["VideoLoss", "calibration_moments", "imagination_rewards", "video_loss"]
+__all__ = ["VideoLoss", "calibration_moments", "imagination_rewards", "video_cache", "video_loss"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,9 +69,7 @@ def imagination_rewards(
         similarity: the measure.
         keep_imagined: imagined macro-steps kept for pictures.
     """
-    instructions = policy.instructions_of(records)
-    known = sorted(set(instructions))
-    context, mask = policy.context(known)
+    context, mask, rows = policy.shared_context(policy.instructions_of(records))
     keys = zip(records["episode_id"].tolist(), records["elapsed_steps"].tolist(), strict=True)
     batch = RewardBatch(
         image=records["image"],
@@ -80,7 +78,7 @@ def imagination_rewards(
         executed_mask=records["executed_mask"],
         context=context,
         context_mask=mask,
-        context_index=torch.tensor([known.index(text) for text in instructions]),
+        context_index=rows,
         proprio=records["proprio"].to(policy.dtype),
         video_latents=records.get("video_latents"),
     )
@@ -144,15 +142,21 @@ def video_loss(
 @torch.no_grad()
 def calibration_moments(policy: WAMPolicy, records: Mapping[str, Tensor]) -> Moments:
     """Return the moments of the frozen video features of recorded observations."""
-    state = policy.state(
-        records["image"],
-        records["proprio"],
-        policy.instructions_of(records),
-        records.get("video_latents") if policy.imagines else None,
-    )
+    state = policy.recorded_state(records)
     with frozen_features(policy.wam), capture_video_features(policy.wam) as frozen:
         policy.wam.prefill(state)
     return feature_moments(frozen)
+
+
+@torch.no_grad()
+def video_cache(policy: WAMPolicy, records: Mapping[str, Tensor]) -> Tensor:
+    """Return what the action expert reads of the video of N recorded macro-steps.
+
+    Returns:
+        Keys and values [N,layers,2,S,I], as a record's ``video_cache``.
+    """
+    cache = policy.wam.prefill(policy.recorded_state(records))
+    return stack_keys_values(list(zip(cache.video_keys, cache.video_values, strict=True)))
 
 
 def training_sample(policy: WAMPolicy, windows: VideoWindows) -> dict[str, Any]:

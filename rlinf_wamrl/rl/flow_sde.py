@@ -487,5 +487,9 @@ def sample_ode(model: FlowModel, cache: Any, grid: FlowGrid, initial: Tensor) ->
 
 
 def _batch_of(state: Any) -> tuple[int, torch.device]:
-    """Return the batch size and device of a state bundle, read from its context embeddings."""
-    return state.context.shape[0], state.context.device
+    """Return the batch size and device of a state bundle, read from its context embeddings.
+
+    ``context_rows`` [B], where there is such a thing, says whose text is which.
+    """
+    rows = getattr(state, "context_rows", None)
+    return len(state.context if rows is None else rows), state.context.device
