@@ -1,6 +1,6 @@
-"""Makes the helper modules in ``wam/`` importable from the tests of every folder."""
+"""Makes the helper modules of two folders importable from the tests of all."""
 
 import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parent / "wam"))
+sys.path[:0] = [str(Path(__file__).parent / folder) for folder in ("wam", "benchmarks")]

@@ -76,6 +76,7 @@ class OfficialFastWAM(nn.Module):
             model, "_build_teacher_forcing_attention_mask"
         )
         self.num_latent_frames = 1 + (num_video_frames - 1) // TEMPORAL_STRIDE
+        self.first_frame_stands_alone = False  # perhaps it does: its mask is not asked
         self.action_horizon = action_horizon
         self.action_dim = int(model.action_expert.action_dim)
 

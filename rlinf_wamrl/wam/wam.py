@@ -117,6 +117,11 @@ class WAM(nn.Module):
         return self.config.action_dit_config.action_dim
 
     @property
+    def first_frame_stands_alone(self) -> bool:
+        """Whether the first frame's tokens see no others: alike in every video that begins so."""
+        return self.config.video_dit_config.video_attention_mask_mode != "bidirectional"
+
+    @property
     def lock_step(self) -> bool:
         """Whether :meth:`infer_joint` denoises video and actions together."""
         return self.config.variant == "joint"

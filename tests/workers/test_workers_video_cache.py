@@ -1,4 +1,4 @@
-"""The video's keys and values over an update: made once, or sent along, the same bits either way."""
+"""The video's keys and values over an update: made once or sent along, the same bits."""
 
 import copy
 
