@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 __all__ = ["Context", "SharedContext", "each_token", "joined"]
 
@@ -41,7 +42,14 @@ def each_token(context: Context, function: PerToken) -> Context:
 
 
 def joined(context: Context) -> Tensor:
-    """Lay context tokens out per observation, [B, L, D] or with own tokens [B, L + n, D]."""
+    """Lay context tokens out per observation, [B, L, D] or with own tokens [B, L + n, D].
+
+    A text is picked by a product with zeros and a one: the same bits as indexing, but its gradient
+    is a product, too, in place of a scatter that is slow here and in no fixed order on a GPU.
+    """
     if isinstance(context, Tensor):
         return context
-    return torch.cat((context.text.index_select(0, context.rows), context.own), dim=1)
+    text = context.text
+    pick = functional.one_hot(context.rows, len(text)).to(text.dtype)  # [B, U]
+    chosen = (pick @ text.flatten(1)).unflatten(1, text.shape[1:])
+    return torch.cat((chosen, context.own), dim=1)

@@ -12,6 +12,7 @@ torch.compile.
 from __future__ import annotations
 
 import argparse
+import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -22,8 +23,10 @@ from model_parts import (
     example_run,
     medians,
     observations,
+    overhead,
     policy_of,
     print_table,
+    rounds,
     row_of,
 )
 
@@ -38,19 +41,16 @@ PREDICT_SDE = "predict_action_batch, train"
 
 @dataclass(frozen=True)
 class Timing:
-    """Median seconds of each way, of a chunk or of a batch."""
+    """Median seconds of each way, of a chunk or of a batch, and what is compared round by round."""
 
     chunk: Mapping[str, float]
     batch: Mapping[str, float]
     compiled: Mapping[str, float]  # empty unless asked for
+    stochastic_overhead: float  # of predict_action_batch on plain ODE sampling
 
     @property
     def ratio(self) -> float:
         return self.chunk[BASELINE] / self.chunk[OURS]
-
-    @property
-    def stochastic_overhead(self) -> float:
-        return self.batch[PREDICT_SDE] / self.batch[ODE] - 1.0
 
 
 def measure(
@@ -100,7 +100,7 @@ def measure(
         PREDICT_ODE: lambda: ours.predict_action_batch(seen, mode="eval"),
         PREDICT_SDE: lambda: ours.predict_action_batch(seen),
     }
-    whole, compiled = medians(modes, 8 * repeats), {}
+    seconds, compiled = rounds(modes, 8 * repeats), {}
     if with_compile:
         faster = policy_of(model, run, **settings)
         faster.wam.load_state_dict(ours.wam.state_dict())
@@ -114,7 +114,12 @@ def measure(
             },
             repeats,
         )
-    return Timing(chunk=chunk, batch=whole, compiled=compiled)
+    return Timing(
+        chunk=chunk,
+        batch={name: statistics.median(values) for name, values in seconds.items()},
+        compiled=compiled,
+        stochastic_overhead=overhead(seconds, PREDICT_SDE, ODE),
+    )
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

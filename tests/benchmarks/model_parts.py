@@ -150,7 +150,18 @@ class OfficialPattern(nn.Module):
 
 
 def medians(ways: Mapping[str, Callable[[], object]], repeats: int) -> dict[str, float]:
-    """Median seconds of each way; they take turns, after one round to warm up."""
+    """Median seconds of each way; see :func:`rounds`."""
+    return {name: statistics.median(values) for name, values in rounds(ways, repeats).items()}
+
+
+def overhead(seconds: Mapping[str, list[float]], way: str, baseline: str) -> float:
+    """How much more time ``way`` takes, as the median over rounds: the machine's moods cancel."""
+    pairs = zip(seconds[way], seconds[baseline], strict=True)
+    return statistics.median(slow / fast for slow, fast in pairs) - 1.0
+
+
+def rounds(ways: Mapping[str, Callable[[], object]], repeats: int) -> dict[str, list[float]]:
+    """Seconds of each way in each round; they take turns, after one round to warm up."""
     seconds: dict[str, list[float]] = {name: [] for name in ways}
     for repeat in range(repeats + 1):
         for name, function in ways.items():
@@ -158,7 +169,7 @@ def medians(ways: Mapping[str, Callable[[], object]], repeats: int) -> dict[str,
             function()
             if repeat:
                 seconds[name].append(time.perf_counter() - start)
-    return {name: statistics.median(values) for name, values in seconds.items()}
+    return seconds
 
 
 def print_table(title: str, seconds: Mapping[str, float], unit: float = 1e3) -> None:
