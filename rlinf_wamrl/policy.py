@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
 import torch
 from rlinf.models.embodiment.base_policy import BasePolicy, ForwardType
 from torch import Tensor, nn
@@ -437,16 +438,16 @@ def pack_instructions(instructions: Sequence[str]) -> Tensor:
     Raises:
         ValueError: an instruction is longer than 256 bytes.
     """
-    packed = torch.zeros(len(instructions), INSTRUCTION_BYTES, dtype=torch.uint8)
-    for row, instruction in zip(packed, instructions, strict=True):
-        encoded = instruction.encode()
-        if len(encoded) > INSTRUCTION_BYTES:
+    encoded = [instruction.encode() for instruction in instructions]
+    for instruction, text in zip(instructions, encoded, strict=True):
+        if len(text) > INSTRUCTION_BYTES:
             raise ValueError(
-                f"an instruction may have {INSTRUCTION_BYTES} bytes, this one has {len(encoded)}: "
+                f"an instruction may have {INSTRUCTION_BYTES} bytes, this one has {len(text)}: "
                 f"{instruction!r}"
             )
-        row[: len(encoded)] = torch.tensor(list(encoded), dtype=torch.uint8)
-    return packed
+    padded = b"".join(text.ljust(INSTRUCTION_BYTES, b"\0") for text in encoded)
+    packed = np.frombuffer(padded, dtype=np.uint8).reshape(-1, INSTRUCTION_BYTES)
+    return torch.from_numpy(packed.copy())
 
 
 def unpack_instructions(packed: Tensor) -> list[str]:

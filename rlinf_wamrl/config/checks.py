@@ -332,6 +332,7 @@ def _check_model(run: DictConfig) -> None:
             )
     for message in checkpoint.warnings:
         warnings.warn(message, stacklevel=2)
+    _check_acceleration(run)
     given, own = run.rollout.model.precision, model.precision
     if run.RL.wam_cache == "store" and given != own:
         raise ConfigError(
@@ -339,6 +340,15 @@ def _check_model(run: DictConfig) -> None:
             f"rollout.model.precision = {given} and actor.model.precision = {own}: make them "
             "equal, or use recompute"
         )
+
+
+def _check_acceleration(run: DictConfig) -> None:
+    if not run.rollout.enable_cuda_graph or run.cluster.num_nodes > 1:
+        return  # on several nodes this one need not have what the rollout workers have
+    import torch  # only here, as it takes seconds
+
+    if not torch.cuda.is_available():
+        raise ConfigError("rollout.enable_cuda_graph needs a CUDA device; leave it false")
 
 
 def check_lengths(run: DictConfig) -> None:
