@@ -3,7 +3,8 @@
 ``predict_action_batch`` samples chunks in the rollout worker, ``forward`` scores recorded chunks in
 the learner. Both meet in ``forward_inputs``, a flat dict of tensors with all that the learner needs
 to recompute a log-probability: the image, the proprioception, the instruction and the chain; and
-the imagined video, where the model acts on one (idm mode).
+the imagined video, where the model acts on one (idm mode). With ``keep_video_cache`` also what the
+action expert read of the video, so that the learner need not run the video expert.
 """
 
 from __future__ import annotations
@@ -12,15 +13,21 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
 import torch
 from rlinf.models.embodiment.base_policy import BasePolicy, ForwardType
 from torch import Tensor, nn
 
-from rlinf_wamrl.policy_training import calibration_moments, imagination_rewards, video_loss
+from rlinf_wamrl.policy_training import (
+    calibration_moments,
+    imagination_rewards,
+    video_cache,
+    video_loss,
+)
 from rlinf_wamrl.processing import Processor, pixels_to_unit
 from rlinf_wamrl.rl import flow_sde
 from rlinf_wamrl.streams import random_stream
-from rlinf_wamrl.wam.state import WAMState
+from rlinf_wamrl.wam.state import WAMState, stack_keys_values, unstack_keys_values
 from rlinf_wamrl.wam.text import TextEncoder
 from rlinf_wamrl.wam.vae import VideoVAE
 
@@ -44,6 +51,7 @@ TRAINING_FORWARDS = {
     "imagination_rewards": imagination_rewards,
     "video_loss": video_loss,
     "calibration_moments": calibration_moments,
+    "video_cache": video_cache,
 }
 """Further calls that go through ``forward``, by ``forward_type``."""
 
@@ -63,6 +71,7 @@ class SamplingSettings:
     shift: float | None = None  # overrides the checkpoint's sigma shifts
     initial_noise: str = "episode"  # or "group": its members imagine and start chunks alike
     seed: int = 0  # root of all random streams
+    keep_video_cache: bool = False  # record the video's keys and values
 
 
 class WAMPolicy(nn.Module, BasePolicy):
@@ -107,6 +116,45 @@ class WAMPolicy(nn.Module, BasePolicy):
         self.settings = settings
         self._contexts: dict[str, tuple[Tensor, Tensor]] = {}
         self._generator = torch.Generator().manual_seed(settings.seed)
+        self._replayed: Any = None  # the model as CUDA graphs, once they are wanted
+
+    def enable_torch_compile(self, mode: str = "default") -> None:
+        """Sample and score through ``torch.compile`` in one of its modes.
+
+        Raises:
+            ValueError: the model is an official object, which cannot be compiled here.
+        """
+        if not hasattr(self.wam, "compile_velocity"):
+            raise ValueError(
+                "rollout.enable_torch_compile works with this package's own model, not with an "
+                f"adapted {type(self.wam).__name__}"
+            )
+        self.wam.compile_velocity(mode=mode)
+
+    def capture_cuda_graph(self, train_batch_size: int, eval_batch_size: int) -> None:
+        """Sample by replaying CUDA graphs, for batches of these sizes.
+
+        Raises:
+            ValueError: the model is not on a CUDA device.
+        """
+        if self.device.type != "cuda":
+            raise ValueError(
+                "rollout.enable_cuda_graph needs the rollout worker on a CUDA device, but the "
+                f"model is on {self.device}: leave it false"
+            )
+        from rlinf.utils.cuda_graph import CUDAGraphManager
+
+        from rlinf_wamrl.wam.cuda_graphs import ReplayedActions
+
+        self.cuda_graph_manager = CUDAGraphManager(self.device)
+        self._replayed = ReplayedActions(
+            self.wam, (train_batch_size, eval_batch_size), self.cuda_graph_manager
+        )
+
+    def release_cuda_graph(self) -> None:
+        """Sample as without CUDA graphs again, and free them."""
+        self._replayed = None
+        super().release_cuda_graph()
 
     @property
     def device(self) -> torch.device:
@@ -125,7 +173,7 @@ class WAMPolicy(nn.Module, BasePolicy):
 
     def state(
         self,
-        image: Tensor,
+        image: Tensor | None,
         proprio: Tensor,
         instructions: Sequence[str],
         video: Tensor | None = None,
@@ -133,24 +181,27 @@ class WAMPolicy(nn.Module, BasePolicy):
         """Encode a batch of observations.
 
         Args:
-            image: uint8 [B,3,H,W], both cameras side by side.
+            image: uint8 [B,3,H,W], both cameras side by side; None where the video's keys and
+                values are known already, and nothing will look at the picture.
             proprio: float32 [B,P], normalised.
             instructions: B task instructions.
             video: [B,C_lat,f,h,w] that :meth:`imagine` made of these observations; the image is its
                 first frame and is not encoded again.
         """
-        context, mask = self.context(instructions)
-        if video is None:
+        context, mask, rows = self.shared_context(instructions)
+        first_frame = None
+        if video is None and image is not None:
             with torch.no_grad():
                 pixels = pixels_to_unit(image.to(self.device), self.dtype)
                 first_frame = self.vae.encode(pixels.unsqueeze(2)).to(self.dtype)
-        else:
+        elif video is not None:
             video = video.to(self.device)
             first_frame = video[:, :, :1]
         return WAMState(
             first_frame=first_frame,
             context=context,
             context_mask=mask,
+            context_rows=rows,
             proprio=proprio.to(self.device, self.dtype),
             video=video,
         )
@@ -186,6 +237,28 @@ class WAMPolicy(nn.Module, BasePolicy):
         context = torch.stack([embedding for embedding, _ in pairs])
         mask = torch.stack([mask for _, mask in pairs])
         return context.to(self.device, self.dtype), mask.to(self.device)
+
+    def shared_context(self, instructions: Sequence[str]) -> tuple[Tensor, Tensor, Tensor]:
+        """Return :meth:`context` of the U distinct instructions, and which one each has, [B]."""
+        known = {text: row for row, text in enumerate(dict.fromkeys(instructions))}
+        context, mask = self.context(list(known))
+        rows = torch.tensor([known[text] for text in instructions], device=self.device)
+        return context, mask, rows
+
+    def recorded_state(self, records: Mapping[str, Tensor]) -> WAMState:
+        """Encode the observations of recorded macro-steps.
+
+        Raises:
+            ValueError: the record has no imagined video, but the model acts on one.
+        """
+        video = records.get("video_latents") if self.imagines else None
+        if self.imagines and video is None:
+            raise ValueError(
+                "the record has no video_latents, but actions in idm mode depend on the imagined "
+                "video: it was written with another actor.model.action_infer_mode"
+            )
+        instructions = self.instructions_of(records)
+        return self.state(records["image"], records["proprio"], instructions, video)
 
     @torch.no_grad()
     def predict_action_batch(
@@ -223,10 +296,10 @@ class WAMPolicy(nn.Module, BasePolicy):
         )
         if mode == "eval":
             grid = self._grid(settings.eval_denoising_steps)
-            final = flow_sde.sample_ode(self.wam, cache, grid, noise.initial)
+            final = flow_sde.sample_ode(self._replayed or self.wam, cache, grid, noise.initial)
             return self.processor.executable_actions(final[:, : settings.num_executed].cpu()), {}
         chain, elements = flow_sde.sample_chain_elements(
-            self.wam,
+            self._replayed or self.wam,
             cache,
             self._grid(settings.denoising_steps),
             noise,
@@ -246,6 +319,9 @@ class WAMPolicy(nn.Module, BasePolicy):
         }
         if state.video is not None:
             record["video_latents"] = state.video
+        if settings.keep_video_cache:
+            layers = zip(cache.video_keys, cache.video_values, strict=True)
+            record["video_cache"] = stack_keys_values(list(layers))
         for name in RECORD_IDS:
             if name in env_obs:
                 record[name] = torch.as_tensor(env_obs[name])
@@ -275,31 +351,29 @@ class WAMPolicy(nn.Module, BasePolicy):
 
         Args:
             forward_inputs: a batch of the records of :meth:`predict_action_batch`; with
-                ``executed_mask`` bool [B,C], actions that did not run score 0.
+                ``executed_mask`` bool [B,C], actions that did not run score 0; with
+                ``video_cache`` [B,layers,2,S,I] neither autoencoder nor video expert is run.
 
         Returns:
             ``logprobs`` float32 [B,C,A]; ``values`` and ``entropy`` are None.
 
         Raises:
-            ValueError: the record has no imagined video, but the model acts on one.
+            ValueError: see :meth:`recorded_state`.
         """
         settings = self.settings
         device = self.device
-        video = forward_inputs.get("video_latents") if self.imagines else None
-        if self.imagines and video is None:
-            raise ValueError(
-                "the record has no video_latents, but actions in idm mode depend on the imagined "
-                "video: it was written with another actor.model.action_infer_mode"
+        known = forward_inputs.get("video_cache")
+        if known is None:
+            cache = self.wam.prefill(self.recorded_state(forward_inputs))
+        else:
+            instructions = self.instructions_of(forward_inputs)
+            cache = self.wam.prefill(
+                self.state(None, forward_inputs["proprio"], instructions),
+                known_video=unstack_keys_values(known.to(device)),
             )
-        state = self.state(
-            forward_inputs["image"],
-            forward_inputs["proprio"],
-            unpack_instructions(forward_inputs["instruction"]),
-            video,
-        )
         elements = flow_sde.logprob_chain_elements(
             self.wam,
-            self.wam.prefill(state),
+            cache,
             self._grid(settings.denoising_steps),
             forward_inputs["chain"].to(device),
             forward_inputs["k_star"].to(device),
@@ -364,16 +438,16 @@ def pack_instructions(instructions: Sequence[str]) -> Tensor:
     Raises:
         ValueError: an instruction is longer than 256 bytes.
     """
-    packed = torch.zeros(len(instructions), INSTRUCTION_BYTES, dtype=torch.uint8)
-    for row, instruction in zip(packed, instructions, strict=True):
-        encoded = instruction.encode()
-        if len(encoded) > INSTRUCTION_BYTES:
+    encoded = [instruction.encode() for instruction in instructions]
+    for instruction, text in zip(instructions, encoded, strict=True):
+        if len(text) > INSTRUCTION_BYTES:
             raise ValueError(
-                f"an instruction may have {INSTRUCTION_BYTES} bytes, this one has {len(encoded)}: "
+                f"an instruction may have {INSTRUCTION_BYTES} bytes, this one has {len(text)}: "
                 f"{instruction!r}"
             )
-        row[: len(encoded)] = torch.tensor(list(encoded), dtype=torch.uint8)
-    return packed
+    padded = b"".join(text.ljust(INSTRUCTION_BYTES, b"\0") for text in encoded)
+    packed = np.frombuffer(padded, dtype=np.uint8).reshape(-1, INSTRUCTION_BYTES)
+    return torch.from_numpy(packed.copy())
 
 
 def unpack_instructions(packed: Tensor) -> list[str]:

@@ -91,6 +91,7 @@ def sampling_settings(cfg: Any) -> SamplingSettings:
         shift=sampling.shift,
         initial_noise=sampling.initial_noise,
         seed=sampling.seed,
+        keep_video_cache=sampling.wam_cache == "store" and cfg.train_actions,
     )
 
 

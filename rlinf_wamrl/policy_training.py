@@ -31,13 +31,18 @@ from rlinf_wamrl.rl.reward import (
 from rlinf_wamrl.rl.similarity import Similarity
 from rlinf_wamrl.streams import random_stream
 from rlinf_wamrl.wam.features import capture_video_features
-from rlinf_wamrl.wam.lora import frozen_features, live_and_frozen_features
-from rlinf_wamrl.wam.state import WAMState
+from rlinf_wamrl.wam.lora import (
+    Features,
+    frozen_features,
+    live_and_frozen_features,
+    pretrained_features,
+)
+from rlinf_wamrl.wam.state import WAMState, stack_keys_values
 
 if TYPE_CHECKING:
     from rlinf_wamrl.policy import WAMPolicy
 
-__all__ = ["VideoLoss", "calibration_moments", "imagination_rewards", "video_loss"]
+__all__ = ["VideoLoss", "calibration_moments", "imagination_rewards", "video_cache", "video_loss"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,9 +74,7 @@ def imagination_rewards(
         similarity: the measure.
         keep_imagined: imagined macro-steps kept for pictures.
     """
-    instructions = policy.instructions_of(records)
-    known = sorted(set(instructions))
-    context, mask = policy.context(known)
+    context, mask, rows = policy.shared_context(policy.instructions_of(records))
     keys = zip(records["episode_id"].tolist(), records["elapsed_steps"].tolist(), strict=True)
     batch = RewardBatch(
         image=records["image"],
@@ -80,7 +83,7 @@ def imagination_rewards(
         executed_mask=records["executed_mask"],
         context=context,
         context_mask=mask,
-        context_index=torch.tensor([known.index(text) for text in instructions]),
+        context_index=rows,
         proprio=records["proprio"].to(policy.dtype),
         video_latents=records.get("video_latents"),
     )
@@ -116,17 +119,12 @@ def video_loss(
     sample = training_sample(policy, windows)
     video = policy.wam.encode_video(sample.pop("video"))
     sample["video_latents"] = video
-    total, metrics = video_sft_loss(policy.wam, sample, generator, lambda_action)
     if lambda_kl == 0 or statistics is None:
+        total, metrics = video_sft_loss(policy.wam, sample, generator, lambda_action)
         return VideoLoss(total=total, metrics=metrics, live=None, frozen=None)
-    state = WAMState(
-        first_frame=video[:, :, :1].to(policy.dtype),
-        context=sample["context"],
-        context_mask=sample["context_mask"],
-        proprio=sample["proprio"][:, 0],
-        video=video.to(policy.dtype) if policy.imagines else None,
-    )
-    live, frozen = live_and_frozen_features(policy.wam, state)
+    with capture_video_features(policy.wam) as passed:
+        total, metrics = video_sft_loss(policy.wam, sample, generator, lambda_action)
+    live, frozen = _features(policy, windows, sample, passed)
     kl = feature_kl_loss(live, frozen, statistics)
     metrics = {
         **metrics,
@@ -141,18 +139,54 @@ def video_loss(
     )
 
 
+def _features(
+    policy: WAMPolicy, windows: VideoWindows, sample: Mapping[str, Any], passed: Features
+) -> tuple[Features, Features]:
+    """Return live and frozen features of what the policy acts on at the start of each window.
+
+    A first frame that sees no other has passed through the live expert already, in the video loss.
+
+    Args:
+        policy: the policy.
+        windows: what the sample was made of.
+        sample: with ``video_latents``.
+        passed: features of the video loss, of each layer once.
+    """
+    video = sample["video_latents"].to(policy.dtype)
+    context, mask, rows = policy.shared_context(windows.instruction)
+    state = WAMState(
+        first_frame=video[:, :, :1],
+        context=context,
+        context_mask=mask,
+        context_rows=rows,
+        proprio=sample["proprio"][:, 0],
+        video=video if policy.imagines else None,
+    )
+    if policy.imagines or not policy.wam.first_frame_stands_alone:
+        return live_and_frozen_features(policy.wam, state)
+    frozen = pretrained_features(policy.wam, state)
+    tokens = frozen[0][0].shape[1]
+    return [(key[:, :tokens], value[:, :tokens]) for key, value in passed], frozen
+
+
 @torch.no_grad()
 def calibration_moments(policy: WAMPolicy, records: Mapping[str, Tensor]) -> Moments:
     """Return the moments of the frozen video features of recorded observations."""
-    state = policy.state(
-        records["image"],
-        records["proprio"],
-        policy.instructions_of(records),
-        records.get("video_latents") if policy.imagines else None,
-    )
+    state = policy.recorded_state(records)
     with frozen_features(policy.wam), capture_video_features(policy.wam) as frozen:
         policy.wam.prefill(state)
     return feature_moments(frozen)
+
+
+@torch.no_grad()
+def video_cache(policy: WAMPolicy, records: Mapping[str, Tensor]) -> Tensor:
+    """Return what the action expert reads of the video of N recorded macro-steps.
+
+    Returns:
+        Keys and values [N,layers,2,S,I], as a record's ``video_cache``.
+    """
+    cache = policy.wam.prefill(policy.recorded_state(records))
+    return stack_keys_values(list(zip(cache.video_keys, cache.video_values, strict=True)))
 
 
 def training_sample(policy: WAMPolicy, windows: VideoWindows) -> dict[str, Any]:

@@ -28,6 +28,7 @@ from rlinf_wamrl.policy import (
     unpack_instructions,
 )
 from rlinf_wamrl.wam.adapter import adapt
+from rlinf_wamrl.wam.memory import MemorySetup, video_cache_bytes
 
 MODES = ["first_frame", "idm"]
 VIDEO_SHAPE = (48, 3, *LATENT_SIZE)
@@ -308,3 +309,64 @@ def test_an_official_object_moves_and_trains_with_the_policy():
     inside = {id(parameter) for parameter in policy.parameters()}
     assert {id(parameter) for parameter in model.model.parameters()} <= inside
     assert policy.dtype == torch.float32
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("surface", [None, *SURFACES])
+def test_recorded_video_caches_replace_the_autoencoder_and_the_video_expert(mode, surface):
+    wam = tiny_wam(variant="idm" if mode == "idm" else "uncond")
+    if surface is not None:
+        wam = adapt(OFFICIAL[mode](wam, surface), action_horizon=HORIZON)
+    policy = tiny_policy(wam, wam.vae, keep_video_cache=True)
+    _, result, record = rollout(policy)
+    made = policy.forward("video_cache", records=record)
+    assert torch.equal(made, record["video_cache"])
+    without = {name: value for name, value in record.items() if name != "video_cache"}
+    expected = policy.default_forward(without)["logprobs"]
+    policy.vae.encode = lambda video: pytest.fail("the image was encoded")
+    policy.wam.video_expert.register_forward_pre_hook(lambda *_: pytest.fail("it was run"))
+    blind = record | {"image": torch.zeros_like(record["image"])}
+    scored = policy.default_forward(blind)["logprobs"]
+    assert torch.equal(scored, expected) and torch.equal(scored, result["prev_logprobs"])
+
+
+def test_what_a_video_cache_costs_is_what_the_plan_says():
+    policy = tiny_policy(tiny_wam(), keep_video_cache=True)
+    cache = rollout(policy)[2]["video_cache"]
+    setup = MemorySetup(
+        weight_dtype=torch.float32, image_height=IMAGE_HEIGHT, image_width=IMAGE_WIDTH
+    )
+    assert cache[0].nbytes == video_cache_bytes(policy.wam.config, setup)
+
+
+def test_text_is_projected_once_per_instruction():
+    policy, seen = policy_in("first_frame"), observations()
+    lengths = []
+    for expert in (policy.wam.video_expert, policy.wam.action_expert):
+        expert.text_embedding.register_forward_pre_hook(
+            lambda module, arguments: lengths.append(arguments[0].shape[0])
+        )
+    same = seen | {"task_descriptions": [LIFT] * BATCH}
+    policy.predict_action_batch(same)
+    assert lengths == [1, BATCH] * 2  # the text, and each observation's proprio token
+
+
+@pytest.mark.slow
+def test_compiled_sampling_gives_the_same_chunks():
+    plain, compiled = policy_in("first_frame"), policy_in("first_frame")
+    compiled.enable_torch_compile()
+    expected, result, _ = rollout(plain)
+    actions, again, _ = rollout(compiled)
+    torch.testing.assert_close(actions, expected, rtol=0, atol=1e-4)
+    torch.testing.assert_close(again["prev_logprobs"], result["prev_logprobs"], rtol=0, atol=1e-4)
+
+
+def test_an_official_object_cannot_be_compiled():
+    model = adapt(fake_official.FakeFastWAM(tiny_wam(), "dict"), action_horizon=HORIZON)
+    with pytest.raises(ValueError, match=r"enable_torch_compile works with this package's own"):
+        tiny_policy(model, model.vae).enable_torch_compile()
+
+
+def test_cuda_graphs_need_a_cuda_device():
+    with pytest.raises(ValueError, match=r"enable_cuda_graph needs .* the model is on cpu"):
+        policy_in("first_frame").capture_cuda_graph(train_batch_size=3, eval_batch_size=2)

@@ -60,6 +60,7 @@ _CHOICES = {
     "RL.sde": ("sde", "cps"),
     "RL.initial_noise": ("episode", "group"),
     "RL.logprob_reduction": ("sum", "mean"),
+    "RL.wam_cache": ("store", "recompute", "off"),
     "RL.degenerate": ("drop", "rec_only", "keep"),
     "RL.reconstruction.source": ("frozen", "live", "rollout"),
     "RL.reconstruction.similarity": ("pixel_mse", "optical_flow", "dino", "vjepa"),
@@ -69,6 +70,12 @@ _CHOICES = {
     "RL.task_choice.mode": ("uniform", "learnable", "hard"),
     "actor.model.precision": ("fp32", "bf16"),
     "actor.fsdp_config.strategy": ("fsdp2", "fsdp", "plain"),
+    "rollout.torch_compile_mode": (
+        "default",
+        "reduce-overhead",
+        "max-autotune",
+        "max-autotune-no-cudagraphs",
+    ),
     "actor.optim.lr_scheduler": ("constant", "cosine"),
     "env.train.render_quality": ("stock", "fast", "light"),
     "env.eval.render_quality": ("stock", "fast", "light"),
@@ -325,6 +332,23 @@ def _check_model(run: DictConfig) -> None:
             )
     for message in checkpoint.warnings:
         warnings.warn(message, stacklevel=2)
+    _check_acceleration(run)
+    given, own = run.rollout.model.precision, model.precision
+    if run.RL.wam_cache == "store" and given != own:
+        raise ConfigError(
+            f"RL.wam_cache: store hands the rollout's keys and values to the learner, but "
+            f"rollout.model.precision = {given} and actor.model.precision = {own}: make them "
+            "equal, or use recompute"
+        )
+
+
+def _check_acceleration(run: DictConfig) -> None:
+    if not run.rollout.enable_cuda_graph or run.cluster.num_nodes > 1:
+        return  # on several nodes this one need not have what the rollout workers have
+    import torch  # only here, as it takes seconds
+
+    if not torch.cuda.is_available():
+        raise ConfigError("rollout.enable_cuda_graph needs a CUDA device; leave it false")
 
 
 def check_lengths(run: DictConfig) -> None:

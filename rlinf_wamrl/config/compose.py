@@ -22,6 +22,7 @@ from rlinf_wamrl.config.checkpoints import PATH_KEYS, shipped_checkpoints
 from rlinf_wamrl.config.checks import check_lengths, check_values
 from rlinf_wamrl.config.derive import derive_from_tasks
 from rlinf_wamrl.config.errors import ConfigError
+from rlinf_wamrl.config.micro_batch import choose_micro_batch
 from rlinf_wamrl.config.schema import RunConfig
 
 __all__ = ["SHIPPED_CONFIGS", "compose_run", "compose_typed", "shipped_config"]
@@ -47,6 +48,7 @@ def compose_run(path: str | Path, overrides: Sequence[str] = ()) -> DictConfig:
     if not run.cluster.component_placement:  # as a default, it would be merged with what is given
         reward = ",reward" if run.RL.reconstruction.placement == "worker" else ""
         run.cluster.component_placement = {f"env,rollout,actor{reward}": 0}
+    choose_micro_batch(run)
     check_values(run)
     derive_from_tasks(run)
     check_lengths(run)

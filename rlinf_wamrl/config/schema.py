@@ -141,6 +141,12 @@ class RolloutConfig:
     """The worker's copy of the model."""
     num_threads: int | None = None
     """CPU threads of the policy; null leaves torch's default."""
+    enable_torch_compile: bool = False
+    """Sample through torch.compile; log-probs then differ from the learner's by rounding."""
+    torch_compile_mode: str = "default"
+    """Its mode: default, reduce-overhead, max-autotune or max-autotune-no-cudagraphs."""
+    enable_cuda_graph: bool = False
+    """Replay the action expert's denoising step as a CUDA graph; CUDA devices only."""
 
 
 @dataclass
@@ -167,6 +173,8 @@ class SamplingConfig:
     """episode or group."""
     shift: float | None = II("RL.sigma_shift")
     """Sigma shift; null takes the checkpoint's."""
+    wam_cache: str = II("RL.wam_cache")
+    """With store, the rollout records the video's keys and values."""
     seed: int = II("actor.seed")
     """Root of the random streams."""
 
@@ -296,8 +304,12 @@ class ActorConfig:
     """RLinf worker group name."""
     training_backend: str = "fsdp"
     """RLinf training backend."""
-    micro_batch_size: int = MISSING
-    """Macro-steps per forward and backward pass of a rank."""
+    micro_batch_size: Any = MISSING
+    """Macro-steps per forward and backward pass of a rank; auto takes the largest that fits into
+    ``memory_gib``."""
+    memory_gib: float | None = None
+    """What ``micro_batch_size: auto`` may plan with, per rank; null takes all of a GPU, or without
+    one half of this machine's memory, shared by the ranks."""
     global_batch_size: int = MISSING
     """Macro-steps per optimiser step over all ranks; a multiple of micro batch x ranks."""
     seed: int = 1234

@@ -314,14 +314,15 @@ def sample_chain_elements(
     executed = x.shape[1] if num_executed is None else num_executed
     chain = [x]
     logp = x.new_zeros(batch, noise.k_star.shape[1], executed, x.shape[2])
+    somewhere_stochastic = set(noise.k_star.unique().tolist())
     for k in range(len(grid)):
-        sigma, delta = grid.sigma[k].expand(batch), grid.delta[k].expand(batch)
         velocity = _velocity(model, x, grid.timesteps[k].expand(batch), cache)
-        x_next = x - delta.view(-1, 1, 1) * velocity
-        is_stochastic = noise.k_star == k  # [B,S], at most one True per row
-        if bool(is_stochastic.any()):
+        x_next = x - grid.delta[k] * velocity
+        if k in somewhere_stochastic:
+            sigma, delta = grid.sigma[k].expand(batch), grid.delta[k].expand(batch)
             moments = step_moments(x, velocity, sigma, delta, a, variant)
-            row, slot = is_stochastic.nonzero(as_tuple=True)
+            # [B,S], at most one True per row
+            row, slot = (noise.k_star == k).nonzero(as_tuple=True)
             mean, std = moments.mean[row], moments.std[row]
             stepped = mean + std * noise.step[row, slot]
             x_next = x_next.index_copy(0, row, stepped)
@@ -487,5 +488,9 @@ def sample_ode(model: FlowModel, cache: Any, grid: FlowGrid, initial: Tensor) ->
 
 
 def _batch_of(state: Any) -> tuple[int, torch.device]:
-    """Return the batch size and device of a state bundle, read from its context embeddings."""
-    return state.context.shape[0], state.context.device
+    """Return the batch size and device of a state bundle, read from its context embeddings.
+
+    ``context_rows`` [B], where there is such a thing, says whose text is which.
+    """
+    rows = getattr(state, "context_rows", None)
+    return len(state.context if rows is None else rows), state.context.device

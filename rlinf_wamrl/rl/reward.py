@@ -70,8 +70,9 @@ class Observation:
     """What an imagination starts from."""
 
     first_frame: Tensor  # [B, c, 1, h, w] the current picture, encoded
-    context: Tensor  # [B, L, text_dim]
-    context_mask: Tensor  # [B, L] bool
+    context: Tensor  # [U, L, text_dim] of the U instructions
+    context_mask: Tensor  # [U, L] bool
+    context_rows: Tensor  # [B] int64, the instruction of each
     proprio: Tensor | None  # [B, P] normalised
 
 
@@ -346,11 +347,11 @@ def _imagine(
     channels, _, height, width = first_frame.shape[1:]
     shape = (channels, model.num_latent_frames, height, width)
     noise = torch.stack([torch.randn(shape, generator=stream) for stream in streams])
-    index = batch.context_index.to(batch.context.device)
     observation = Observation(
         first_frame=first_frame,
-        context=batch.context[index],
-        context_mask=batch.context_mask[index],
+        context=batch.context,
+        context_mask=batch.context_mask,
+        context_rows=batch.context_index.to(batch.context.device),
         proprio=None if batch.proprio is None else batch.proprio.to(model.device),
     )
     actions = None if batch.actions is None else batch.actions.to(model.device)

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from rlinf_wamrl.wam.config import ActionExpertConfig
+from rlinf_wamrl.wam.context import Context
 from rlinf_wamrl.wam.layers import (
     Block,
     Embeddings,
@@ -35,7 +36,7 @@ class ActionExpert(Embeddings):
         self.rotary = RotaryTable(config.attn_head_dim)
 
     def embed(
-        self, actions: Tensor, timestep: Tensor, context: Tensor, context_mask: Tensor | None
+        self, actions: Tensor, timestep: Tensor, context: Context, context_mask: Tensor | None
     ) -> Stream:
         """Turns noisy actions and their context into a stream of tokens.
 
@@ -50,13 +51,13 @@ class ActionExpert(Embeddings):
             tokens=self.action_encoder(actions.to(dtype)),
             rotation=self.rotary(actions.shape[1]),
             modulation=self.embed_time(timestep)[1].unsqueeze(1),
-            context=self.text_embedding(context.to(dtype)),
+            context=self.embed_context(context),
             context_mask=attention_mask_of_context(context_mask),
         )
 
-    def context_keys_values(self, context: Tensor) -> list[tuple[Tensor, Tensor]]:
+    def context_keys_values(self, context: Context) -> list[tuple[Tensor, Tensor]]:
         """Cross-attention keys and values [B, L, I] of each layer, of context [B, L, text_dim]."""
-        embedded = self.text_embedding(context.to(self.action_encoder.weight.dtype))
+        embedded = self.embed_context(context)
         return [block.cross_attn.keys_values(embedded) for block in self.blocks]
 
     def forward(self, actions: Tensor, timestep: Tensor, cache: ActionCache) -> Tensor:

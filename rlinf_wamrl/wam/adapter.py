@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from rlinf_wamrl.wam import inference
 from rlinf_wamrl.wam.config import TEMPORAL_STRIDE
 from rlinf_wamrl.wam.official import Generation, OfficialCache, generation_of
-from rlinf_wamrl.wam.state import WAMState
+from rlinf_wamrl.wam.state import KeysValues, WAMState
 from rlinf_wamrl.wam.wam import WAM
 
 __all__ = ["OfficialFastWAM", "OfficialVAE", "adapt"]
@@ -76,6 +76,7 @@ class OfficialFastWAM(nn.Module):
             model, "_build_teacher_forcing_attention_mask"
         )
         self.num_latent_frames = 1 + (num_video_frames - 1) // TEMPORAL_STRIDE
+        self.first_frame_stands_alone = False  # perhaps it does: its mask is not asked
         self.action_horizon = action_horizon
         self.action_dim = int(model.action_expert.action_dim)
 
@@ -104,21 +105,34 @@ class OfficialFastWAM(nn.Module):
         if model.proprio_encoder is not None and state.proprio is None:
             raise ValueError("The model needs proprio [B, P] in the state, got none.")
         proprio = None if model.proprio_encoder is None else state.proprio
+        context, context_mask = state.context, state.context_mask
+        if state.context_rows is not None:  # the official code wants a text per observation
+            rows = state.context_rows.to(context.device)
+            context, context_mask = context[rows], context_mask[rows]
         return model._append_proprio_to_context(
-            context=state.context.to(model.device, model.torch_dtype),
-            context_mask=state.context_mask.to(model.device, torch.bool),
+            context=context.to(model.device, model.torch_dtype),
+            context_mask=context_mask.to(model.device, torch.bool),
             proprio=proprio,
         )
 
-    def prefill(self, state: WAMState, *, video_gradient: bool = False) -> OfficialCache:
+    def prefill(
+        self,
+        state: WAMState,
+        *,
+        video_gradient: bool = False,
+        known_video: KeysValues | None = None,
+    ) -> OfficialCache:
         """As :meth:`WAM.prefill`; the official code offers no cache of the actions' context."""
         context, context_mask = self.encode_context(state)
-        video = inference.seen_video(self.action_infer_mode, state)
-        video = video.to(self.model.device, self.model.torch_dtype)
-        with torch.set_grad_enabled(torch.is_grad_enabled() and video_gradient):
-            keys, values = self._generation.keys_values(
-                video, video.new_zeros(len(video)), context, context_mask
-            )
+        if known_video is None:
+            video = inference.seen_video(self.action_infer_mode, state)
+            video = video.to(self.model.device, self.model.torch_dtype)
+            with torch.set_grad_enabled(torch.is_grad_enabled() and video_gradient):
+                keys, values = self._generation.keys_values(
+                    video, video.new_zeros(len(video)), context, context_mask
+                )
+        else:
+            keys, values = zip(*known_video, strict=True)
         return OfficialCache(
             video_keys=tuple(keys),
             video_values=tuple(values),

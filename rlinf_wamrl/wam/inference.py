@@ -11,6 +11,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from rlinf_wamrl.wam.context import Context
 from rlinf_wamrl.wam.state import WAMState
 
 __all__ = ["Denoiser", "check_first_frame", "imagine", "infer_action", "infer_joint", "seen_video"]
@@ -27,10 +28,10 @@ class Denoiser(Protocol):
     infer_video_scheduler: Any
     infer_action_scheduler: Any
 
-    def encode_context(self, state: WAMState) -> tuple[Tensor, Tensor]:
+    def encode_context(self, state: WAMState) -> tuple[Context, Tensor]:
         """Context and mask with the proprio token."""
 
-    def video_velocity(self, video: Tensor, timestep: Tensor, *context: Tensor | None) -> Tensor:
+    def video_velocity(self, video: Tensor, timestep: Tensor, *context: Context | None) -> Tensor:
         """Velocity of the video alone."""
 
     def joint_velocity(
@@ -39,7 +40,7 @@ class Denoiser(Protocol):
         video_timestep: Tensor,
         actions: Tensor,
         action_timestep: Tensor,
-        *context: Tensor,
+        *context: Context,
     ) -> tuple[Tensor, Tensor]:
         """Velocities of video and actions."""
 
@@ -56,10 +57,11 @@ def check_first_frame(state: WAMState) -> None:
     Raises:
         ValueError: another shape.
     """
-    if state.first_frame.ndim != 5 or state.first_frame.shape[2] != 1:
+    frame = state.first_frame
+    if frame is None or frame.ndim != 5 or frame.shape[2] != 1:
+        got = "none" if frame is None else list(frame.shape)
         raise ValueError(
-            "state.first_frame must be the latents [B, C, 1, h, w] of one image, got "
-            f"{list(state.first_frame.shape)}."
+            f"state.first_frame must be the latents [B, C, 1, h, w] of one image, got {got}."
         )
 
 

@@ -16,6 +16,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from rlinf_wamrl.wam.config import ExpertConfig
+from rlinf_wamrl.wam.context import Context, each_token, joined
 
 __all__ = [
     "Attention",
@@ -192,9 +193,10 @@ class SelfAttention(Attention):
 class CrossAttention(Attention):
     """Attention to the context, without positions."""
 
-    def keys_values(self, context: Tensor) -> tuple[Tensor, Tensor]:
+    def keys_values(self, context: Context) -> tuple[Tensor, Tensor]:
         """Keys and values [B, L, I] each, of the embedded context [B, L, D]."""
-        return self.norm_k(self.k(context)), self.v(context)
+        keys = each_token(context, lambda tokens: self.norm_k(self.k(tokens)))
+        return joined(keys), joined(each_token(context, self.v))
 
     def forward(self, x: Tensor, keys_values: tuple[Tensor, Tensor], mask: Tensor | None) -> Tensor:
         """Attends from x [B, S, D] to projected context, mask [B, 1, 1 or S, L]: [B, S, D]."""
@@ -298,6 +300,11 @@ class Embeddings(nn.Module):
         )
         self.time_projection = nn.Sequential(nn.SiLU(), nn.Linear(width, 6 * width))
 
+    def embed_context(self, context: Context) -> Context:
+        """Embeds context tokens [B, L, text_dim]: [B, L, D] in the weights' dtype."""
+        dtype = self.text_embedding[0].weight.dtype
+        return each_token(context, lambda tokens: self.text_embedding(tokens.to(dtype)))
+
     def embed_time(self, timestep: Tensor) -> tuple[Tensor, Tensor]:
         """Embeds timesteps.
 
@@ -326,7 +333,7 @@ class Stream:
     tokens: Tensor  # [B, S, D]
     rotation: Tensor  # [S, d / 2] complex64
     modulation: Tensor  # [1 or B, F, 6, D]; F divides S: one row per frame of tokens
-    context: Tensor  # [B, L, D] embedded text and proprio
+    context: Context  # [B, L, D] embedded text and proprio
     context_mask: Tensor | None  # [B, 1, 1 or S, L] bool
 
     def followed_by(self, other: Stream) -> Stream:

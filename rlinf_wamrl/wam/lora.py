@@ -29,6 +29,7 @@ __all__ = [
     "inject_lora",
     "live_and_frozen_features",
     "merged_state_dict",
+    "pretrained_features",
     "select_trainable",
     "trainable_set",
 ]
@@ -215,9 +216,15 @@ def live_and_frozen_features(model: Any, state: Any) -> tuple[Features, Features
     """
     with gradient_stopped_at(model.proprio_encoder), capture_video_features(model) as live:
         model.prefill(state, video_gradient=True)
-    with torch.no_grad(), frozen_features(model), capture_video_features(model) as frozen:
+    return live, pretrained_features(model, state)
+
+
+@torch.no_grad()
+def pretrained_features(model: Any, state: Any) -> Features:
+    """Features of observations from the frozen video expert; arguments as above."""
+    with frozen_features(model), capture_video_features(model) as frozen:
         model.prefill(state)
-    return live, frozen
+    return frozen
 
 
 def merged_state_dict(model: nn.Module) -> dict[str, Tensor]:

@@ -37,6 +37,7 @@ __all__ = [
     "plan_memory",
     "proprio_parameters",
     "run_setup",
+    "video_cache_bytes",
     "video_parameters",
 ]
 
@@ -124,7 +125,7 @@ def run_setup(run: Any, num_gpus: int) -> MemorySetup:
     weight_dtype = dtypes[model.precision]
     casts = run.actor.fsdp_config.mixed_precision.param_dtype is not None
     slots = max(run.env.train.total_num_envs, run.env.eval.total_num_envs)
-    height, width = model.video_size
+    height, width = model.video_size or (MemorySetup.image_height, MemorySetup.image_width)
     return MemorySetup(
         num_gpus=num_gpus,
         weight_dtype=weight_dtype,
@@ -200,6 +201,15 @@ def plan_memory(config: WAMConfig, setup: MemorySetup) -> MemoryPlan:
         if gpus > 1:
             items.append(MemoryItem(phase, "buffer they were gathered in", copied * weight))
     return MemoryPlan(tuple(items))
+
+
+def video_cache_bytes(config: WAMConfig, setup: MemorySetup) -> int:
+    """Size of the video's keys and values of one macro-step, as ``RL.wam_cache`` keeps them.
+
+    They lie in the learner's host memory until an update ends; with ``store`` they also travel in
+    the record, from the rollout worker through the channel.
+    """
+    return _Tokens(config, setup).video_cache(1)
 
 
 def checkpoint_bytes(config: WAMConfig, setup: MemorySetup) -> int:

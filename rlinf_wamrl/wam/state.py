@@ -2,22 +2,36 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
-__all__ = ["ActionCache", "WAMState"]
+__all__ = [
+    "ActionCache",
+    "KeysValues",
+    "WAMState",
+    "stack_keys_values",
+    "unstack_keys_values",
+]
+
+KeysValues = Sequence[tuple[Tensor, Tensor]]
+"""Keys and values [B, S, I] each of the video, one pair per layer."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class WAMState:
     """One batch of observations, ready for the model."""
 
-    first_frame: Tensor  # [B, C_lat, 1, h, w] latents of the current image, from the VAE
+    first_frame: Tensor | None  # [B, C_lat, 1, h, w] latents of the current image, from the VAE;
+    # None where the video's keys and values are known already
     context: Tensor  # [B, L, text_dim] text embeddings, without the proprio token
     context_mask: Tensor  # [B, L] bool, True = may attend
     proprio: Tensor | None = None  # [B, P] normalised
     video: Tensor | None = None  # [B, C_lat, f, h, w] finished imagination, for idm mode
+    context_rows: Tensor | None = None  # [B] int64: the row of context and mask of each
+    # observation, where several have the same text; None: one each, in order
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,3 +63,13 @@ class ActionCache:
             context_values=tuple(map(function, self.context_values)),
             context_mask=function(self.context_mask),
         )
+
+
+def stack_keys_values(layers: KeysValues) -> Tensor:
+    """Return keys and values of all layers as one tensor [B, layers, 2, S, I]."""
+    return torch.stack([torch.stack(pair, dim=1) for pair in layers], dim=1)
+
+
+def unstack_keys_values(stacked: Tensor) -> KeysValues:
+    """Invert :func:`stack_keys_values`."""
+    return [(pair[:, 0], pair[:, 1]) for pair in stacked.unbind(1)]

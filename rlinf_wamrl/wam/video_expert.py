@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from rlinf_wamrl.wam.config import VideoExpertConfig, rotary_widths
+from rlinf_wamrl.wam.context import Context, joined
 from rlinf_wamrl.wam.layers import (
     Block,
     Embeddings,
@@ -69,7 +70,7 @@ class VideoExpert(Embeddings):
         self,
         latents: Tensor,
         timestep: Tensor | None,
-        context: Tensor,
+        context: Context,
         context_mask: Tensor | None,
         actions: Tensor | None = None,
     ) -> Tensor:
@@ -136,7 +137,7 @@ class VideoExpert(Embeddings):
         self,
         latents: Tensor,
         timestep: Tensor | None,
-        context: Tensor,
+        context: Context,
         context_mask: Tensor | None,
         actions: Tensor | None = None,
     ) -> tuple[Stream, Tensor]:
@@ -148,10 +149,10 @@ class VideoExpert(Embeddings):
         frames, rows, columns = self.grid(latents)
         patches = self.patch_embedding(latents.to(self.patch_embedding.weight.dtype))
         time, modulation = self._embed_frames(timestep, frames)
-        context = self.text_embedding(context.to(patches.dtype))
+        context = self.embed_context(context)
         if self.config.action_conditioned and frames > 1:
             context, context_mask = self._append_actions(
-                context, context_mask, actions, frames, rows * columns
+                joined(context), context_mask, actions, frames, rows * columns
             )
         stream = Stream(
             tokens=patches.flatten(2).transpose(1, 2),

@@ -19,9 +19,10 @@ from torch import Tensor, nn
 from rlinf_wamrl.wam import inference, training
 from rlinf_wamrl.wam.action_expert import ActionExpert
 from rlinf_wamrl.wam.config import WAMConfig
+from rlinf_wamrl.wam.context import Context, SharedContext
 from rlinf_wamrl.wam.mixture import MixtureOfTransformers
 from rlinf_wamrl.wam.schedule import FlowMatchScheduler
-from rlinf_wamrl.wam.state import ActionCache, WAMState
+from rlinf_wamrl.wam.state import ActionCache, KeysValues, WAMState
 from rlinf_wamrl.wam.vae import VideoVAE
 from rlinf_wamrl.wam.video_expert import VideoExpert
 
@@ -116,6 +117,11 @@ class WAM(nn.Module):
         return self.config.action_dit_config.action_dim
 
     @property
+    def first_frame_stands_alone(self) -> bool:
+        """Whether the first frame's tokens see no others: alike in every video that begins so."""
+        return self.config.video_dit_config.video_attention_mask_mode != "bidirectional"
+
+    @property
     def lock_step(self) -> bool:
         """Whether :meth:`infer_joint` denoises video and actions together."""
         return self.config.variant == "joint"
@@ -172,11 +178,25 @@ class WAM(nn.Module):
         seen = context_mask.new_ones(len(context), 1)
         return torch.cat((context, token), dim=1), torch.cat((context_mask, seen), dim=1)
 
-    def encode_context(self, state: WAMState) -> tuple[Tensor, Tensor]:
+    def encode_context(self, state: WAMState) -> tuple[Context, Tensor]:
         """Text and proprio token [B, L + 1, text_dim] and their mask [B, L + 1]."""
-        return self.append_proprio(state.context, state.context_mask, state.proprio)
+        if state.context_rows is None:
+            return self.append_proprio(state.context, state.context_mask, state.proprio)
+        rows = state.context_rows.to(self.device)
+        text = state.context.to(self.device, self.dtype)
+        text_mask = state.context_mask.to(self.device, torch.bool)[rows]
+        no_text = text.new_empty(len(rows), 0, text.shape[2])
+        own, own_mask = self.append_proprio(no_text, text_mask[:, :0], state.proprio)
+        mask = torch.cat((text_mask, own_mask), dim=1)
+        return SharedContext(text=text, rows=rows, own=own), mask
 
-    def prefill(self, state: WAMState, *, video_gradient: bool = False) -> ActionCache:
+    def prefill(
+        self,
+        state: WAMState,
+        *,
+        video_gradient: bool = False,
+        known_video: KeysValues | None = None,
+    ) -> ActionCache:
         """Computes once per observation what every action velocity reads.
 
         The video (the first frame alone, or in idm mode the whole of ``state.video``, all of it
@@ -188,15 +208,19 @@ class WAM(nn.Module):
             video_gradient: whether a gradient reaches the video expert, and the proprio encoder
                 through it. The part of the action expert and of the proprio encoder follows the
                 gradient mode either way.
+            known_video: keys and values of the video from an earlier prefill of the same
+                observations; the video expert is not run then.
 
         Raises:
             ValueError: wrong shapes, or no video in idm mode.
         """
         context, context_mask = self.encode_context(state)
-        with torch.set_grad_enabled(torch.is_grad_enabled() and video_gradient):
-            video = inference.seen_video(self.action_infer_mode, state).to(self.device)
-            stream, _ = self.video_expert.embed(video, None, context, context_mask)
-            from_video = self.video_expert.keys_values(stream, self.video_expert.mask(video))
+        from_video = known_video
+        if known_video is None:
+            with torch.set_grad_enabled(torch.is_grad_enabled() and video_gradient):
+                video = inference.seen_video(self.action_infer_mode, state).to(self.device)
+                stream, _ = self.video_expert.embed(video, None, context, context_mask)
+                from_video = self.video_expert.keys_values(stream, self.video_expert.mask(video))
         from_context = self.action_expert.context_keys_values(context)
         return ActionCache(
             video_keys=tuple(key for key, _ in from_video),
@@ -233,7 +257,7 @@ class WAM(nn.Module):
         self,
         video: Tensor,
         timestep: Tensor,
-        context: Tensor,
+        context: Context,
         context_mask: Tensor,
         actions: Tensor | None = None,
     ) -> Tensor:
@@ -246,7 +270,7 @@ class WAM(nn.Module):
         video_timestep: Tensor,
         actions: Tensor,
         action_timestep: Tensor,
-        context: Tensor,
+        context: Context,
         context_mask: Tensor,
         conditioning_actions: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:

@@ -144,6 +144,7 @@ class WAMLearner(TwoHalvesActor):
         if keep.numel() == 0:  # other ranks have rows: one that does not count keeps step
             keep = torch.zeros(1, dtype=torch.int64)
         rows = select_rows(rows, keep)
+        self._provide_video_caches(rows, metrics)
         if self.cfg.RL.recompute_logprobs and is_first:
             self._rescore(rows, metrics)
         generator = torch.Generator().manual_seed(
@@ -162,6 +163,33 @@ class WAMLearner(TwoHalvesActor):
                 rate = self.optimizer.param_groups[0]["lr"]
                 append_to_dict(metrics, {"actor/grad_norm": norm, "actor/lr": rate})
         return executed_steps(rows["loss_mask"])
+
+    @torch.no_grad()
+    def _provide_video_caches(self, rows: dict[str, Any], metrics: dict[str, list[float]]) -> None:
+        """Give every row the keys and values of its video, for all passes of this update.
+
+        Stored ones are of the weights that acted. Once this learner has other weights (it has
+        taken a step in this iteration, or the rollout worker was behind), they are made again, on
+        all ranks if on one.
+        """
+        choice, records = self.cfg.RL.wam_cache, rows["forward_inputs"]
+        if choice == "off":
+            return
+        if choice == "store":
+            has_trained = self.optimizer_steps != self._steps_at_version
+            is_stale = has_trained or bool((rows["versions"] != self.version).any())
+            made_again = self._agreed_count(int(is_stale))
+            append_to_dict(metrics, {"actor/stored_caches_stale": float(made_again)})
+            if not made_again:
+                return
+            del records["video_cache"]
+        micro = self.cfg.actor.micro_batch_size
+        count = self._agreed_count(math.ceil(rows_of(rows) / micro))
+        made = [
+            self._forward(forward_type="video_cache", records=part["forward_inputs"]).cpu()
+            for part in mini_batches(rows, micro, count)
+        ]
+        records["video_cache"] = torch.cat(made)[: rows_of(rows)]
 
     def _receive_epoch(self, input_channel: Channel) -> dict[str, Any]:
         """Receive this rank's micro-batches of one rollout epoch and lay them out as [T,B,...].

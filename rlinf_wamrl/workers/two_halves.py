@@ -117,6 +117,11 @@ class TwoHalvesActor(EmbodiedFSDPActor):
             self._strategy.onload_optimizer(optimizer, device_id)
         self.is_optimizer_offloaded = False
 
+    def set_global_step(self, global_step: int) -> None:
+        """Begin an iteration: from here on the weights are those of version ``global_step``."""
+        super().set_global_step(global_step)
+        self._steps_at_version = self.optimizer_steps
+
     def describe_training(self) -> str:
         """Return what trains and what does not, a line per part."""
         return self.logger_lines

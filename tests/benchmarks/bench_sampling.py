@@ -1,187 +1,150 @@
-"""Milliseconds per action chunk: a batch with caches against one observation at a time.
+"""Milliseconds per action chunk of ``predict_action_batch`` against FastWAM's own call pattern.
 
-The baseline is this project's model called for one observation at a time, with nothing kept between
-denoising steps; in between lies what FastWAM's own inference does, which keeps the video's keys and
-values but projects the text anew in each step. All start from the same noise, and equal chains are
-asserted.
+The baseline is the same policy asked for one observation at a time, its model called as FastWAM's
+inference calls it: the text embedded and projected in every denoising step, the video's time
+embedding computed per token. Equal chunks are asserted. The second table is what the stochastic
+step, random streams and the record cost beside plain ODE sampling; with ``--compile`` a third shows
+torch.compile.
 
-    python tests/benchmarks/bench_sampling.py [--batch 16] [--steps 10] [--repeats 5] [--threads 1]
+    python tests/benchmarks/bench_sampling.py [--model small] [--batch 16] [--repeats 5]
 """
 
 from __future__ import annotations
 
 import argparse
 import statistics
-import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
+from model_parts import (
+    MODELS,
+    OfficialPattern,
+    example_run,
+    medians,
+    observations,
+    overhead,
+    policy_of,
+    print_table,
+    rounds,
+    row_of,
+)
 
-from rlinf_wamrl.rl import flow_sde
-from rlinf_wamrl.wam.config import ActionExpertConfig, VideoExpertConfig, WAMConfig
-from rlinf_wamrl.wam.state import ActionCache, WAMState
-from rlinf_wamrl.wam.wam import WAM
-
-HORIZON, TEXT_TOKENS, TEXT_WIDTH = 32, 128, 4096
 TOLERANCE = 1e-4
-BASELINE = "one at a time, no caches"
-VIDEO_CACHE = "one at a time, video cached"
-OURS = "batched, video and text cached"
-
-
-class WithoutCaches:
-    """A model that computes everything in every denoising step."""
-
-    def __init__(self, model: WAM) -> None:
-        self.model = model
-        self.infer_action_scheduler = model.infer_action_scheduler
-
-    def prefill(self, state: WAMState) -> WAMState:
-        return state
-
-    def action_velocity(self, actions, timestep, state):
-        return self.model.action_velocity(actions, timestep, self.model.prefill(state))
-
-
-class WithoutTextCache(WithoutCaches):
-    """A model that keeps the video's keys and values only."""
-
-    def prefill(self, state: WAMState) -> tuple[WAMState, ActionCache]:
-        return state, self.model.prefill(state)
-
-    def action_velocity(self, actions, timestep, kept):
-        context, _ = self.model.encode_context(kept[0])
-        projected = self.model.action_expert.context_keys_values(context)
-        cache = replace(
-            kept[1],
-            context_keys=tuple(key for key, _ in projected),
-            context_values=tuple(value for _, value in projected),
-        )
-        return self.model.action_velocity(actions, timestep, cache)
+BASELINE = "official call pattern, one at a time"
+ALONE = "ours, one at a time"
+OURS = "ours, batched"
+ODE = "plain ODE: encode, prefill, K steps"
+PREDICT_ODE = "predict_action_batch, eval"
+PREDICT_SDE = "predict_action_batch, train"
 
 
 @dataclass(frozen=True)
 class Timing:
-    """Median seconds of each way, per chunk or per velocity."""
+    """Median seconds of each way, of a chunk or of a batch, and what is compared round by round."""
 
-    chain: Mapping[str, float]
-    velocity: Mapping[str, float]
-
-    @property
-    def chain_ratio(self) -> float:
-        return self.chain[BASELINE] / self.chain[OURS]
+    chunk: Mapping[str, float]
+    batch: Mapping[str, float]
+    compiled: Mapping[str, float]  # empty unless asked for
+    stochastic_overhead: float  # of predict_action_batch on plain ODE sampling
 
     @property
-    def velocity_ratio(self) -> float:
-        return self.velocity["text projected anew"] / self.velocity["text cached"]
+    def ratio(self) -> float:
+        return self.chunk[BASELINE] / self.chunk[OURS]
 
 
-def timing_model() -> WAM:
-    """Video 256 wide, 6 layers, 8 heads x 32, random weights."""
-    shared = {"num_heads": 8, "attn_head_dim": 32, "num_layers": 6, "text_dim": TEXT_WIDTH}
-    torch.manual_seed(0)
-    config = WAMConfig(
-        video_dit_config=VideoExpertConfig(hidden_dim=256, ffn_dim=1024, **shared),
-        action_dit_config=ActionExpertConfig(hidden_dim=128, ffn_dim=512, **shared),
-        proprio_dim=8,
-        action_horizon=HORIZON,
-    )
-    return WAM(config).requires_grad_(False)
+def measure(
+    model: str = "small",
+    batch: int = 16,
+    steps: int = 10,
+    repeats: int = 5,
+    *,
+    with_compile: bool = False,
+) -> Timing:
+    """Time queries of ``batch`` observations."""
+    settings = {"denoising_steps": steps, "eval_denoising_steps": steps, "noise_level": 0.5}
+    run = example_run("RL.video_sft.enabled=false", f"RL.denoising_steps={steps}")
+    ours = policy_of(model, run, **settings)
+    official = policy_of(model, run, **settings)
+    official.wam.load_state_dict(ours.wam.state_dict())
+    plain_wam = official._modules.pop("wam")
+    official.wam = OfficialPattern(plain_wam)
+    seen = observations(batch)
+    rows = [row_of(seen, index) for index in range(batch)]
 
-
-def observations(batch: int) -> WAMState:
-    """Latents of two 64 x 64 cameras, 128 text tokens and a proprio token."""
-    return WAMState(
-        first_frame=torch.randn(batch, 48, 1, 4, 8),
-        context=torch.randn(batch, TEXT_TOKENS, TEXT_WIDTH),
-        context_mask=torch.ones(batch, TEXT_TOKENS, dtype=torch.bool),
-        proprio=torch.randn(batch, 8),
-    )
-
-
-def row(state: WAMState, index: int) -> WAMState:
-    chosen = slice(index, index + 1)
-    return WAMState(
-        first_frame=state.first_frame[chosen],
-        context=state.context[chosen],
-        context_mask=state.context_mask[chosen],
-        proprio=state.proprio[chosen],
-    )
-
-
-def medians(ways: Mapping[str, Callable[[], object]], repeats: int) -> dict[str, float]:
-    """Median seconds of each way; they take turns, after one round to warm up."""
-    seconds: dict[str, list[float]] = {name: [] for name in ways}
-    for repeat in range(repeats + 1):
-        for name, function in ways.items():
-            start = time.perf_counter()
-            function()
-            if repeat:
-                seconds[name].append(time.perf_counter() - start)
-    return {name: statistics.median(values) for name, values in seconds.items()}
-
-
-def measure(batch: int = 16, steps: int = 10, repeats: int = 5) -> Timing:
-    """Time the chains of ``batch`` observations, and single velocities of the whole batch."""
-    model, state = timing_model(), observations(batch)
-
-    def chains(chosen, part: WAMState, rows: Sequence[int]) -> torch.Tensor:
-        streams = [torch.Generator().manual_seed(index) for index in rows]
-        sample = flow_sde.sample_chain(
-            chosen, part, steps, 0.5, streams, horizon=HORIZON, action_dim=model.action_dim
-        )
-        return sample.chain
-
-    def one_at_a_time(chosen) -> torch.Tensor:
-        return torch.cat([chains(chosen, row(state, i), [i]) for i in range(batch)])
+    def chains(policy, batches) -> torch.Tensor:
+        results = [policy.predict_action_batch(each)[1] for each in batches]
+        return torch.cat([result["forward_inputs"]["chain"] for result in results])
 
     ways = {
-        BASELINE: lambda: one_at_a_time(WithoutCaches(model)),
-        VIDEO_CACHE: lambda: one_at_a_time(WithoutTextCache(model)),
-        OURS: lambda: chains(model, state, range(batch)),
+        BASELINE: lambda: chains(official, rows),
+        ALONE: lambda: chains(ours, rows),
+        OURS: lambda: chains(ours, [seen]),
     }
     expected = ways[BASELINE]()
     for name, way in ways.items():
         error = (way() - expected).abs().max().item()
         assert error <= TOLERANCE, f"chains of {name!r} differ by {error:.1e}"
+    chunk = {name: value / batch for name, value in medians(ways, repeats).items()}
+    noise = torch.randn(batch, ours.wam.action_horizon, ours.wam.action_dim)
 
-    actions, timestep = torch.randn(batch, HORIZON, model.action_dim), torch.full((batch,), 500.0)
-    cache, anew = model.prefill(state), WithoutTextCache(model)
-    kept = anew.prefill(state)
-    velocities = {
-        "text projected anew": lambda: anew.action_velocity(actions, timestep, kept),
-        "text cached": lambda: model.action_velocity(actions, timestep, cache),
+    @torch.no_grad()
+    def plain_ode() -> None:
+        image = ours.processor.images(seen["main_images"], seen["wrist_images"])
+        proprio = ours.processor.proprio(seen["states"])
+        state = ours.state(image, proprio, seen["task_descriptions"])
+        ours.wam.infer_action(state, steps, noise=noise)
+
+    modes = {
+        ODE: plain_ode,
+        PREDICT_ODE: lambda: ours.predict_action_batch(seen, mode="eval"),
+        PREDICT_SDE: lambda: ours.predict_action_batch(seen),
     }
-    assert torch.equal(*[way() for way in velocities.values()]), "velocities differ"
+    seconds, compiled = rounds(modes, 8 * repeats), {}
+    if with_compile:
+        faster = policy_of(model, run, **settings)
+        faster.wam.load_state_dict(ours.wam.state_dict())
+        faster.enable_torch_compile()
+        error = (chains(faster, [seen]) - chains(ours, [seen])).abs().max().item()
+        assert error <= TOLERANCE, f"compiled chains differ by {error:.1e}"
+        compiled = medians(
+            {
+                "eager": modes[PREDICT_SDE],
+                "torch.compile": lambda: faster.predict_action_batch(seen),
+            },
+            repeats,
+        )
     return Timing(
-        chain={name: value / batch for name, value in medians(ways, repeats).items()},
-        velocity=medians(velocities, 4 * repeats),
+        chunk=chunk,
+        batch={name: statistics.median(values) for name, values in seconds.items()},
+        compiled=compiled,
+        stochastic_overhead=overhead(seconds, PREDICT_SDE, ODE),
     )
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--model", choices=MODELS, default="small")
     parser.add_argument("--batch", type=int, default=16)
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--compile", action="store_true")
     options = parser.parse_args(arguments)
     torch.set_num_threads(options.threads)
-    timing = measure(options.batch, options.steps, options.repeats)
-    print(
-        f"{options.steps}-step chains of {options.batch} observations, {options.threads} threads, "
-        f"medians of {options.repeats} and {4 * options.repeats}; chains equal to {TOLERANCE:g}, "
-        "velocities bit for bit"
+    timing = measure(
+        options.model, options.batch, options.steps, options.repeats, with_compile=options.compile
     )
-    for title, results in (
-        ("ms per chain", timing.chain),
-        (f"ms per velocity of {options.batch} observations", timing.velocity),
-    ):
-        slowest = next(iter(results))
-        print(f"\n{title:44}{'ms':>9}   against {slowest!r}")
-        for name, seconds in results.items():
-            print(f"{name:44}{1e3 * seconds:9.1f}{results[slowest] / seconds:9.2f} x")
+    print(
+        f"{options.model} model, {options.steps} steps, batch {options.batch}, "
+        f"{options.threads} threads, medians of {options.repeats} and {8 * options.repeats}; "
+        f"chains equal to {TOLERANCE:g}"
+    )
+    print_table("per chunk", timing.chunk)
+    print_table(f"per batch of {options.batch}", timing.batch)
+    print(f"stochastic step, random streams and record: {100 * timing.stochastic_overhead:+.1f} %")
+    if timing.compiled:
+        print_table(f"per batch of {options.batch}", timing.compiled)
 
 
 if __name__ == "__main__":

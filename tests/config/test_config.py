@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from rlinf_wamrl.config import schema, schema_env, schema_rl
 from rlinf_wamrl.config.checks import world_size
@@ -72,6 +73,7 @@ def test_overrides_reach_every_section_that_shares_a_value():
         ("env.train.task_ids=[9]", r"env.train.task_ids=\[9\].*lift the red cube"),
         ("actor.global_batch_size=48", "multiple of actor.micro_batch_size x actor ranks = 32 x 1"),
         ("actor.model.precision=fp8", "must be one of fp32, bf16, got 'fp8'"),
+        ("RL.wam_cache=keep", "RL.wam_cache must be one of store, recompute, off, got 'keep'"),
         ("actor.model.model_path=nowhere", "'nowhere' is neither a folder nor a checkpoint"),
         ("RL.stochastic_steps=all", "needs RL.stochastic_steps: window"),
         ("RL.window=[]", "RL.window must list ascending step indices within 0..4"),
@@ -184,3 +186,16 @@ def test_help_and_validation_load_no_torch():
         "sys.exit('torch' in sys.modules or 'ray' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_stored_keys_and_values_need_one_precision():
+    with pytest.raises(ConfigError, match=r"wam_cache: store .* = bf16 .* = fp32: make them equal"):
+        compose("RL.wam_cache=store", "rollout.model.precision=bf16")
+    assert compose("RL.wam_cache=store").actor.model.sampling.wam_cache == "store"
+
+
+def test_cuda_graphs_without_a_cuda_device_are_refused():
+    if torch.cuda.is_available():
+        pytest.skip("there is a CUDA device")
+    with pytest.raises(ConfigError, match="rollout.enable_cuda_graph needs a CUDA device"):
+        compose("rollout.enable_cuda_graph=true")

@@ -140,7 +140,7 @@ def test_imagination_starts_from_the_encoded_picture_and_the_macro_steps_own_con
     model = imagining.Imagining()
     reward_of(model, batch)
     state = model.calls[0]["state"]
-    assert state.context[:, 0, 0].tolist() == [1.0, 0.0, 1.0]
+    assert state.context[state.context_rows, 0, 0].tolist() == [1.0, 0.0, 1.0]
     assert torch.equal(state.proprio, proprio)
     torch.testing.assert_close(
         state.first_frame[:, :3, 0], imagining.unit(batch.image).float(), rtol=0, atol=1e-6

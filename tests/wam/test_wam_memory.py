@@ -5,10 +5,8 @@ import re
 
 import pytest
 import torch
+from live_bytes import LiveBytes
 from peft import LoraConfig, inject_adapter_in_model
-from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 from wan22_vae_keys import real_keys
 
 from rlinf_wamrl.wam.config import (
@@ -185,25 +183,6 @@ def test_gradient_checkpointing_keeps_little_more_than_layer_inputs():
     tokens = 2 * 3 * 98
     assert per_layer == tokens * 120 * 2
     assert planned(4, True) < planned(4, False) / 3
-
-
-class LiveBytes(TorchDispatchMode):
-    """Counts the bytes of all tensors that live at one time."""
-
-    def __init__(self):
-        super().__init__()
-        self._live = {}
-        self.peak = 0
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        result = function(*args, **(kwargs or {}))
-        for tensor in tree_leaves(result):
-            if isinstance(tensor, torch.Tensor):
-                storage = tensor.untyped_storage()
-                self._live[storage._cdata] = (StorageWeakRef(storage), storage.nbytes())
-        self._live = {k: v for k, v in self._live.items() if not v[0].expired()}
-        self.peak = max(self.peak, sum(size for _, size in self._live.values()))
-        return result
 
 
 def test_autoencoder_activations_equal_a_run_on_the_meta_device():
