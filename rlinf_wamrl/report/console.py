@@ -8,7 +8,7 @@ import threading
 import time
 from typing import TextIO
 
-__all__ = ["Console", "duration", "wilson_interval"]
+__all__ = ["Console", "duration", "rate_text", "wilson_interval"]
 
 
 class Console:
@@ -79,3 +79,9 @@ def wilson_interval(successes: int, trials: int, z: float = 1.96) -> tuple[float
     centre = (rate + z * z / (2 * trials)) / denominator
     spread = z / denominator * ((rate * (1 - rate) + z * z / (4 * trials)) / trials) ** 0.5
     return max(0.0, centre - spread), min(1.0, centre + spread)
+
+
+def rate_text(successes: int, trials: int) -> str:
+    """Format a success rate with its 95 % interval, as ``46/120 = 38% [30%, 47%]``."""
+    low, high = wilson_interval(successes, trials)
+    return f"{successes}/{trials} = {successes / trials:.0%} [{low:.0%}, {high:.0%}]"

@@ -82,10 +82,11 @@ def iterating(counts):
     """A runner whose successive rollouts have these numbers of macro-steps to learn from."""
     made, left = runner(), iter(counts)
     made.global_step, made.weight_sync_interval = 0, 1
-    made.actor = SimpleNamespace(set_global_step=lambda step: Handle())
-    made.update_rollout_weights = lambda: None
+    made.actor = SimpleNamespace(
+        set_global_step=lambda step: Handle(), pop_execution_times=lambda: Handle([{}])
+    )
     made.console = SimpleNamespace(line=lines.append, phase=lambda _: None, done=lambda: None)
-    made.seconds = Counter()
+    made.seconds, made._timers = Counter(), Counter()
 
     def collect():
         with made._phase("rollouts"):
