@@ -84,6 +84,7 @@ def test_overrides_reach_every_section_that_shares_a_value():
         ("runner.resume_dir=runs/x", "must be a folder named global_step_N"),
         ("runner.resume_dir=global_step_3", "does not exist"),
         ("rollout.pipeline_stage_num=3", "multiple of env ranks x pipeline stages = 1 x 3"),
+        ("algorithm.staleness_threshold=2", "staleness_threshold must be one of 0, 1, got 2"),
         ("max_steps", "not of the form key=value"),
     ],
 )
@@ -184,3 +185,8 @@ def test_help_and_validation_load_no_torch():
         "sys.exit('torch' in sys.modules or 'ray' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_learning_overlaps_with_the_next_round_or_with_the_next_iteration():
+    with pytest.raises(ConfigError, match="staleness_threshold = 1 exclude each other"):
+        compose("runner.use_training_pipeline=true", "algorithm.staleness_threshold=1")
