@@ -17,7 +17,7 @@ TICKS = os.sysconf("SC_CLK_TCK")
 
 
 def cpu_seconds(root: int) -> float:
-    """Return the CPU seconds of ``root``, its living descendants and the children they waited for."""
+    """Return the CPU seconds of a process, its living descendants and the children that ended."""
     children, used = defaultdict(list), {}
     for entry in Path("/proc").iterdir():
         if not entry.name.isdigit():
