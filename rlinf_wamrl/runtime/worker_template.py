@@ -126,7 +126,11 @@ def _serve(listener: socket.socket) -> dict[str, Any] | None:
                 return None
             if key.fd == listener.fileno():
                 connection, _ = listener.accept()
-                request, streams = _receive(connection)
+                try:
+                    request, streams = _receive(connection)
+                except ConnectionError:  # Ray gave this worker up
+                    connection.close()
+                    continue
                 pid = os.fork()
                 if pid == 0:
                     selector.close()
@@ -181,8 +185,11 @@ def _receive(connection: socket.socket) -> tuple[dict[str, Any], list[int]]:
     left = int.from_bytes(length, "big")
     pieces = []
     while left:
-        pieces.append(connection.recv(left))
-        left -= len(pieces[-1])
+        piece = connection.recv(left)
+        if not piece:
+            raise ConnectionError("a launcher ended before it had sent its request")
+        pieces.append(piece)
+        left -= len(piece)
     return json.loads(b"".join(pieces)), list(streams)
 
 
