@@ -56,6 +56,7 @@ _POSITIVE = [
 ]
 
 _CHOICES = {
+    "algorithm.staleness_threshold": (0, 1),
     "RL.stochastic_steps": ("one_random", "window", "all"),
     "RL.sde": ("sde", "cps"),
     "RL.initial_noise": ("episode", "group"),
@@ -107,7 +108,9 @@ def check_values(run: DictConfig) -> None:
             raise ConfigError(f"{key} must be positive, got {_get(run, key)}")
     for key, options in _CHOICES.items():
         if _get(run, key) not in options:
-            raise ConfigError(f"{key} must be one of {', '.join(options)}, got {_get(run, key)!r}")
+            raise ConfigError(
+                f"{key} must be one of {', '.join(map(str, options))}, got {_get(run, key)!r}"
+            )
     for key, value in _FIXED.items():
         if _get(run, key) != value:
             raise ConfigError(f"{key} must be {value!r} for this method, got {_get(run, key)!r}")
@@ -305,6 +308,12 @@ def _check_batch(run: DictConfig) -> None:
 
 
 def _check_model(run: DictConfig) -> None:
+    if run.runner.use_training_pipeline and run.algorithm.staleness_threshold:
+        raise ConfigError(
+            "runner.use_training_pipeline and algorithm.staleness_threshold = "
+            f"{run.algorithm.staleness_threshold} exclude each other: learn from each round while "
+            "the next is collected, or from each iteration"
+        )
     if run.runner.use_training_pipeline and run.runner.only_eval:
         raise ConfigError("runner.use_training_pipeline needs training; drop runner.only_eval")
     model = run.actor.model

@@ -109,6 +109,9 @@ class AlgorithmConfig:
     """PPO clip above 1."""
     clip_ratio_c: float = II("RL.dual_clip")
     """PPO dual clip."""
+    staleness_threshold: int = 0
+    """Updates by which the weights that act may be behind those that learn: 0 collects and learns
+    in turn, 1 collects the next iteration's rollouts while learning from this one's."""
     gamma: float = 1.0
     """Discount; the return of an episode is undiscounted."""
     gae_lambda: float = 1.0

@@ -38,9 +38,11 @@ class CollectionRunner(WAMRunner):
         while self.rollout_index < self._rounds:
             self.global_step = self.rollout_index
             with self._phase("rollouts", self._rollout_progress):
-                env_handle, rollout_handle = self._start_rollouts()
-                rollout_handle.wait()
-                outcome = [ok for part in env_handle.wait() for ok in part["success_once"].tolist()]
+                current = self._start_rollouts()
+                current.rollout.wait()
+                outcome = [
+                    ok for part in current.env.wait() for ok in part["success_once"].tolist()
+                ]
                 received = [self.actor_channel.get() for _ in range(shards)]
             episodes = [Episode.from_frames(frames) for shard in received for frames in shard]
             with self._phase("writing"):

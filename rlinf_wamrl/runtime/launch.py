@@ -12,6 +12,7 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 
 from rlinf_wamrl.report.console import Console, duration
 from rlinf_wamrl.runtime.collection import Collection
+from rlinf_wamrl.runtime.failures import raise_worker_failures
 from rlinf_wamrl.runtime.ray_session import ray_session
 
 __all__ = ["run_collection", "run_training"]
@@ -44,6 +45,7 @@ def _run(cfg: DictConfig, console: Console, collection: Collection | None = None
     OmegaConf.save(cfg, folder / "config.yaml")
     console.line(f"run folder {folder}")
     console.phase("starting Ray")
+    raise_worker_failures()
     with ray_session(cfg.cluster, folder / "worker_logs"):
         _run_on_cluster(cfg, console, started, collection)
     console.line(
@@ -56,7 +58,6 @@ def _run_on_cluster(
     cfg: DictConfig, console: Console, started: float, collection: Collection | None
 ) -> None:
     import rlinf_wamrl
-    from rlinf_wamrl.runtime.failures import raise_worker_failures
     from rlinf_wamrl.runtime.rlinf_compat import report_worker_failures
 
     terminate = signal.getsignal(signal.SIGTERM)  # Ray would replace it by one that just exits
@@ -78,7 +79,7 @@ def _run_on_cluster(
     cfg = _validated_by_rlinf(_for_rlinf(cfg), validate_cfg)
     cluster = Cluster(cluster_cfg=cfg.cluster, distributed_log_dir=None)
     signal.signal(signal.SIGTERM, terminate)
-    raise_worker_failures()
+    raise_worker_failures()  # again: RLinf has just put its own handler there
     console.phase("starting workers")
     placement = HybridComponentPlacement(cfg, cluster)
     groups = {}

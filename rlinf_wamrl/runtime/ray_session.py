@@ -18,7 +18,8 @@ from typing import Any
 
 from omegaconf import DictConfig
 
-from rlinf_wamrl.runtime.failures import stop_waiting
+from rlinf_wamrl.runtime.failures import record_failure, stop_waiting
+from rlinf_wamrl.runtime.worker_template import worker_template
 
 __all__ = ["check_ray_answers", "ray_session"]
 
@@ -44,10 +45,10 @@ def ray_session(cluster: DictConfig, log_folder: Path) -> Iterator[None]:
     for name, value in _QUIET.items():
         os.environ.setdefault(name, value)
     os.environ["RLINF_EXT_MODULE"] = "rlinf_wamrl"
-    import ray
-
     if os.environ.get("RAY_ADDRESS"):
         check_ray_answers(os.environ["RAY_ADDRESS"])
+        import ray
+
         try:
             yield
         finally:
@@ -61,7 +62,31 @@ def ray_session(cluster: DictConfig, log_folder: Path) -> Iterator[None]:
         )
     # unix sockets in it must stay below 108 bytes, so not in the run folder
     folder = Path(tempfile.mkdtemp(prefix="wamrl_"))
-    original = ray.init
+    try:
+        with (
+            worker_template(folder, _template_failed) as launcher,
+            _private_ray(cluster, folder, launcher),
+        ):
+            yield
+    finally:
+        with suppress(OSError):
+            _keep_logs(folder, log_folder)
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _template_failed(status: int) -> None:
+    record_failure(
+        "worker template", "start", RuntimeError(f"it ended with status {status}; see above")
+    )
+
+
+@contextmanager
+def _private_ray(cluster: DictConfig, folder: Path, launcher: Path) -> Iterator[None]:
+    """Let ``ray.init`` start a small Ray in ``folder``, whose workers ``launcher`` starts."""
+    import ray
+    from ray._private import ray_constants
+
+    original, setup_worker = ray.init, ray_constants.SETUP_WORKER_FILENAME
 
     def private_init(*args: Any, **kwargs: Any) -> Any:
         if kwargs.get("address") == "auto":
@@ -78,15 +103,13 @@ def ray_session(cluster: DictConfig, log_folder: Path) -> Iterator[None]:
         )
 
     ray.init = private_init
+    ray_constants.SETUP_WORKER_FILENAME = str(launcher)  # joined to a folder: absolute, it stays
     try:
         yield
     finally:
-        ray.init = original
+        ray.init, ray_constants.SETUP_WORKER_FILENAME = original, setup_worker
         stop_waiting()
         ray.shutdown()
-        with suppress(OSError):
-            _keep_logs(folder, log_folder)
-        shutil.rmtree(folder, ignore_errors=True)
 
 
 def check_ray_answers(address: str, timeout: float = 5.0) -> None:

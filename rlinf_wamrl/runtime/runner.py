@@ -21,7 +21,7 @@ from rlinf.runners.embodied_runner import EmbodiedRunner
 
 from rlinf_wamrl.envs.suites import load_suite
 from rlinf_wamrl.files import atomic_folder
-from rlinf_wamrl.report.console import Console, duration, rate_text
+from rlinf_wamrl.report.console import Console, duration
 from rlinf_wamrl.rl.advantage import (
     all_groups_degenerate_message,
     degenerate_groups,
@@ -30,21 +30,10 @@ from rlinf_wamrl.rl.advantage import (
 )
 from rlinf_wamrl.runtime.failures import record_failure
 from rlinf_wamrl.runtime.rlinf_compat import own_actor_channel
+from rlinf_wamrl.runtime.rounds import Round, idle_shares, mean_timers
+from rlinf_wamrl.runtime.summary import iteration_line, summarise_evaluation, training_metrics
 
 __all__ = ["NoLearningSignalError", "WAMRunner"]
-
-
-_SUMMARY = (
-    ("first ratio", "train/actor/first_ratio", ".6f"),
-    ("drift", "train/actor/logprob_drift_max", ".1e"),
-    ("KL", "train/actor/approx_kl_k3", ".4f"),
-    ("clipped", "train/actor/clip_fraction", ".3f"),
-    ("|g|", "train/actor/grad_norm", ".2f"),
-    ("r_rec", "train/reward/reconstruction", ".4f"),
-    ("video loss", "train/video/sft_video_loss", ".3f"),
-    ("feature KL", "train/video/feature_kl", ".3f"),
-)
-"""What the line of an iteration says, where the run has it."""
 
 
 class NoLearningSignalError(RuntimeError):
@@ -86,6 +75,9 @@ class WAMRunner(EmbodiedRunner):
         self._eval_episodes = cfg.env.eval.total_num_envs * cfg.env.eval.rollout_epoch
         self._iteration_seconds: list[float] = []
         self._success_average: dict[str, float] = {}
+        self._ahead: Round | None = None  # rollouts of the next iteration that run already
+        self._sent_version = -1  # of the weights that the rollout workers have
+        self._timers: Counter[str] = Counter()  # seconds by component/timer, of this iteration
 
     def init_workers(self) -> None:
         """Build models and environments, and load the checkpoint of ``runner.resume_dir``."""
@@ -116,10 +108,13 @@ class WAMRunner(EmbodiedRunner):
             metrics = self._iterate()
             self.global_step += 1
             self._iteration_seconds.append(time.monotonic() - started)
+            metrics |= {f"time/{name}": spent for name, spent in self._timers.items()}
+            metrics |= idle_shares(self._timers, self._iteration_seconds[-1])
+            self._timers.clear()
             self._report(metrics)
-            if self._is_due(self.cfg.runner.save_interval):
+            if self._is_due(self.cfg.runner.save_interval, self.global_step):
                 self._save_checkpoint()
-            if self._is_due(self.cfg.runner.val_check_interval):
+            if self._is_due(self.cfg.runner.val_check_interval, self.global_step):
                 self._evaluate(f"evaluation after iteration {self.global_step}")
         self._close()
 
@@ -141,9 +136,6 @@ class WAMRunner(EmbodiedRunner):
     def _iterate(self) -> dict[str, float]:
         """Collect until something teaches, and learn from it; returns the iteration's metrics."""
         self.actor.set_global_step(self.global_step).wait()
-        with self._phase("sending weights"):
-            if self.global_step % self.weight_sync_interval == 0:
-                self.update_rollout_weights()
         attempts = self.cfg.RL.max_resample
         for attempt in range(attempts):
             if self.cfg.runner.use_training_pipeline:
@@ -151,6 +143,7 @@ class WAMRunner(EmbodiedRunner):
             else:
                 metrics = self._collect_then_learn()
             if metrics["train/macro_steps"] > 0:
+                self._read_timers("actor", self.actor)
                 metrics.update({f"time/{name}": spent for name, spent in self.seconds.items()})
                 self.seconds.clear()
                 return {**metrics, "rollout/resampled": float(attempt)}
@@ -165,26 +158,42 @@ class WAMRunner(EmbodiedRunner):
         )
 
     def _collect_then_learn(self) -> dict[str, float]:
+        """Learn from one round, while the next one is collected if the staleness bound allows."""
+        current = self._ahead or self._start_round()
+        self._ahead = None
         with self._phase("rollouts", self._rollout_progress):
-            env_handle, rollout_handle = self._start_rollouts()
             self.actor.recv_rollout_trajectories(input_channel=self.actor_channel).wait()
-            rollout_handle.wait()
-            metrics = self._episode_metrics(env_handle.wait())
+            metrics = self._finish_round(current)
+        if self._may_roll_ahead():
+            self._ahead = self._start_round()
         with self._phase("advantages"):
-            counted = _sum_over(self.actor.compute_advantages_and_returns().wait())
-        if counted["macro_steps"] == 0:
+            counted = self.actor.compute_advantages_and_returns().wait()
+        if sum(rank["macro_steps"] for rank in counted) == 0:
             return {**metrics, "train/macro_steps": 0.0}
         with self._phase("learning"):
             trained = self.actor.run_training().wait()
-        return {**metrics, **_training_metrics(trained)}
+        return {**metrics, **training_metrics(trained)}
+
+    def _may_roll_ahead(self) -> bool:
+        """Whether the next round may start before this iteration's update.
+
+        Nothing runs across a checkpoint or an evaluation, so that a resumed run goes on as if it
+        had not stopped.
+        """
+        upcoming, runner = self.global_step + 1, self.cfg.runner
+        return (
+            self.cfg.algorithm.staleness_threshold > 0
+            and upcoming < self.max_steps
+            and not self._is_due(runner.save_interval, upcoming)
+            and not self._is_due(runner.val_check_interval, upcoming)
+        )
 
     def _collect_and_learn(self) -> dict[str, float]:
+        current = self._start_round()
         with self._phase("rollouts and learning", self._rollout_progress):
-            env_handle, rollout_handle = self._start_rollouts()
             trained = self.actor.run_training(input_channel=self.actor_channel).wait()
-            rollout_handle.wait()
-            metrics = self._episode_metrics(env_handle.wait())
-        return {**metrics, **_training_metrics(trained)}
+            metrics = self._finish_round(current)
+        return {**metrics, **training_metrics(trained)}
 
     def _choose_tasks(self) -> None:
         """Draw the next iteration's tasks by how well each has gone so far."""
@@ -214,7 +223,18 @@ class WAMRunner(EmbodiedRunner):
             rates[f"env/success_rate/task_{task}"] = float(mine.mean())
         return rates
 
-    def _start_rollouts(self) -> tuple[Any, Any]:
+    def _start_round(self) -> Round:
+        """Send the learner's weights, if they are due, and start the next round of rollouts."""
+        if (
+            self._sent_version != self.global_step
+            and self.global_step % self.weight_sync_interval == 0
+        ):
+            with self._phase("sending weights"):
+                self.update_rollout_weights()
+            self._sent_version = self.global_step
+        return self._start_rollouts()
+
+    def _start_rollouts(self) -> Round:
         self._choose_tasks()
         self.env.set_global_step(self.rollout_index).wait()
         self.rollout_index += 1
@@ -233,7 +253,19 @@ class WAMRunner(EmbodiedRunner):
             self.reward.compute_rewards(
                 input_channel=self.reward_channel, output_channel=self.env_channel
             )
-        return env_handle, rollout_handle
+        return Round(env_handle, rollout_handle)
+
+    def _finish_round(self, current: Round) -> dict[str, float]:
+        current.rollout.wait()
+        results = current.env.wait()
+        self._read_timers("env", self.env)
+        self._read_timers("rollout", self.rollout)
+        if self.reward is not None:
+            self._read_timers("reward", self.reward)
+        return self._episode_metrics(results)
+
+    def _read_timers(self, component: str, group: Any) -> None:
+        self._timers.update(mean_timers(component, group.pop_execution_times().wait()))
 
     def _episode_metrics(self, env_results: list[dict[str, Any]]) -> dict[str, float]:
         outcome = torch.cat([result["success_once"] for result in env_results]).float()
@@ -255,40 +287,15 @@ class WAMRunner(EmbodiedRunner):
             if self.actor is not None:
                 self.update_rollout_weights()
             results = self.evaluate()
+            for group in (self.env, self.rollout):
+                group.pop_execution_times().wait()  # no part of an iteration
         self.seconds.clear()
-        episodes = [
-            (int(task), bool(ok))
-            for result in results
-            for task, ok in zip(result["task_id"], result["success_once"], strict=True)
-            if task >= 0  # places that no episode was left for
-        ]
-        tasks = [task for task, _ in episodes]
-        outcome = [ok for _, ok in episodes]
-        metrics: dict[str, float] = {}
-        parts = []
-        for task in sorted(set(tasks)):
-            mine = [ok for ok, owner in zip(outcome, tasks, strict=True) if owner == task]
-            metrics[f"eval/success_rate/task_{task}"] = sum(mine) / len(mine)
-            parts.append(f"task {task} {rate_text(sum(mine), len(mine))}")
-        metrics["eval/success_rate"] = sum(outcome) / len(outcome)
-        metrics["eval/episodes"] = float(len(outcome))
+        metrics, record, text = summarise_evaluation(results)
         self.metric_logger.log(metrics, self.global_step)
-        record = {
-            "iteration": self.global_step,
-            "title": title,
-            "successes": sum(outcome),
-            "episodes": len(outcome),
-            "per_task": {
-                str(task): [
-                    sum(ok for ok, owner in zip(outcome, tasks, strict=True) if owner == task),
-                    tasks.count(task),
-                ]
-                for task in sorted(set(tasks))
-            },
-        }
         with (self.run_folder / "evaluations.jsonl").open("a") as stream:
-            stream.write(json.dumps(record) + "\n")
-        self.console.line(f"{title}: {'; '.join(parts)}")
+            entry = {"iteration": self.global_step, "title": title, **record}
+            stream.write(json.dumps(entry) + "\n")
+        self.console.line(f"{title}: {text}")
 
     def _report(self, metrics: dict[str, float]) -> None:
         seconds = self._iteration_seconds[-1]
@@ -299,17 +306,9 @@ class WAMRunner(EmbodiedRunner):
             stream.write(json.dumps({"iteration": self.global_step, **metrics}) + "\n")
         recent = self._iteration_seconds[-5:]
         left = (self.max_steps - self.global_step) * sum(recent) / len(recent)
-        successes, episodes = metrics["rollout/successes"], metrics["rollout/episodes"]
         self.console.line(
-            f"iteration {self.global_step}/{self.max_steps}  "
-            f"success {rate_text(int(successes), int(episodes))}  "
-            f"groups used {metrics['rollout/groups'] - metrics['rollout/groups_degenerate']:.0f}"
-            f"/{metrics['rollout/groups']:.0f}  "
-            + "".join(
-                f"{name} {metrics[key]:{form}}  " for name, key, form in _SUMMARY if key in metrics
-            )
-            + f"{self._iteration_seconds[-1]:.0f}s"
-            + (f"  left {duration(left)}" if left else "")
+            f"iteration {self.global_step}/{self.max_steps}  {iteration_line(metrics)}  "
+            f"{seconds:.0f}s" + (f"  left {duration(left)}" if left else "")
         )
 
     def _show_picture(self) -> None:
@@ -320,10 +319,8 @@ class WAMRunner(EmbodiedRunner):
             pixels = np.asarray(Image.open(picture))
             board.writer.add_image("imagined_executed", pixels, self.global_step, dataformats="HWC")
 
-    def _is_due(self, interval: int) -> bool:
-        if interval <= 0:
-            return False
-        return self.global_step % interval == 0 or self.global_step == self.max_steps
+    def _is_due(self, interval: int, step: int) -> bool:
+        return interval > 0 and (step % interval == 0 or step == self.max_steps)
 
     def _save_checkpoint(self) -> None:
         """Write the checkpoint under a temporary name and rename it when it is complete."""
@@ -380,21 +377,3 @@ class WAMRunner(EmbodiedRunner):
         except Exception:  # a dead process is reported by whoever waits for the worker
             return ""
         return f"iteration {self.global_step + 1}  episodes {episodes}/{total}  success {successes}"
-
-
-def _sum_over(results: list[dict[str, float]]) -> dict[str, float]:
-    return {name: sum(result[name] for result in results) for name in results[0]}
-
-
-def _training_metrics(results: list[dict[str, float]]) -> dict[str, float]:
-    """Join the ranks' metrics: counts are summed, maxima kept, the rest averaged."""
-    joined = {}
-    for name in sorted({name for result in results for name in result}):
-        values = [result[name] for result in results if name in result]
-        if name == "macro_steps":
-            joined[f"train/{name}"] = sum(values)
-        elif name.endswith("_max"):
-            joined[f"train/{name}"] = max(values)
-        else:
-            joined[f"train/{name}"] = sum(values) / len(values)
-    return joined

@@ -20,6 +20,7 @@ __all__ = [
     "resident_gib",
     "rows_of",
     "select_rows",
+    "staleness_message",
     "task_rewards",
     "unflatten_time",
 ]
@@ -160,4 +161,12 @@ def drift_message(drift: float, bound: float) -> str:
         "precision (rollout.model.precision, actor.model.precision), the rollout worker has stale "
         "weights (runner.weight_sync_interval), or another denoising grid (RL.denoising_steps, "
         "RL.sigma_shift). If bf16 rollouts are intended, raise the bound"
+    )
+
+
+def staleness_message(oldest: int, bound: int) -> str:
+    """Say that a batch is from weights older than allowed."""
+    return (
+        f"a batch was collected {oldest} updates ago, more than the {bound} that "
+        "algorithm.staleness_threshold and runner.weight_sync_interval allow"
     )

@@ -108,7 +108,8 @@ class WAMEnvWorker(EnvWorker):
         for stage in range(self.stage_num):
             env = self.env_list[stage]
             env.is_start = True
-            observation, _ = env.reset()
+            with self.worker_timer("env/reset"):
+                observation, _ = env.reset()
             nothing = torch.zeros(
                 self.train_num_envs_per_stage, self.model_cfg.num_action_chunks, dtype=torch.bool
             )

@@ -31,6 +31,7 @@ from rlinf_wamrl.workers.batches import (
     resident_gib,
     rows_of,
     select_rows,
+    staleness_message,
     task_rewards,
     unflatten_time,
 )
@@ -131,7 +132,8 @@ class WAMLearner(TwoHalvesActor):
     ) -> int:
         """Train ``RL.update_epochs`` times on the rows that count; returns how many do.
 
-        Later updates of an iteration keep the recorded log-probs: the weights that acted are gone.
+        Later updates of an iteration, and updates on rollouts that ran ahead of it, keep the
+        recorded log-probs: the weights that acted are gone.
         """
         keep = counting_rows(rows)
         per_rank = self.cfg.actor.global_batch_size // self._world_size
@@ -145,7 +147,8 @@ class WAMLearner(TwoHalvesActor):
             keep = torch.zeros(1, dtype=torch.int64)
         rows = select_rows(rows, keep)
         self._provide_video_caches(rows, metrics)
-        if self.cfg.RL.recompute_logprobs and is_first:
+        stale = self._staleness(rows, metrics)
+        if self.cfg.RL.recompute_logprobs and is_first and not stale:
             self._rescore(rows, metrics)
         generator = torch.Generator().manual_seed(
             self.cfg.actor.seed + 10_007 * self.version + self._rank
@@ -191,6 +194,17 @@ class WAMLearner(TwoHalvesActor):
         ]
         records["video_cache"] = torch.cat(made)[: rows_of(rows)]
 
+    def _staleness(self, rows: dict[str, Any], metrics: dict[str, list[float]]) -> int:
+        """Return how many updates the oldest weights that acted are behind, and check the bound."""
+        behind = self.version - rows["versions"]
+        metrics["actor/staleness"] = [behind.mean().item()]
+        oldest = int(behind.max())
+        metrics["actor/staleness_max"] = [float(oldest)]
+        bound = self.cfg.algorithm.staleness_threshold + self.cfg.runner.weight_sync_interval - 1
+        if oldest > bound:
+            raise RuntimeError(staleness_message(oldest, bound))
+        return oldest
+
     def _receive_epoch(self, input_channel: Channel) -> dict[str, Any]:
         """Receive this rank's micro-batches of one rollout epoch and lay them out as [T,B,...].
 
@@ -204,10 +218,11 @@ class WAMLearner(TwoHalvesActor):
         for _, size in CommMapper.get_src_ranks(
             cfg.env.train.total_num_envs, sources, self._world_size, self._rank
         ):
-            parts = [
-                unpack_batch(input_channel.get(key=key))
-                for _ in range(size * chunks // cfg.actor.micro_batch_size)
-            ]
+            with self.worker_timer("waiting"):
+                parts = [
+                    unpack_batch(input_channel.get(key=key))
+                    for _ in range(size * chunks // cfg.actor.micro_batch_size)
+                ]
             shards.append(unflatten_time(merge_batch_values(parts), chunks))
         batch = merge_batch_values(shards, dim=1)
         # micro-batches leave out the boundary after the last chunk, where every episode is over

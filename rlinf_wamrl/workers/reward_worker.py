@@ -68,6 +68,7 @@ class WAMRewardWorker(Worker):
                     batch_size=self.batch_size,
                 )
 
+    @Worker.timer("score")
     @torch.no_grad()
     def score(self, chunk: dict[str, Any]) -> Tensor:
         """Return the raw rewards [B,C] of executed chunks, in the last executed slot of each.

@@ -86,6 +86,7 @@ def test_overrides_reach_every_section_that_shares_a_value():
         ("runner.resume_dir=runs/x", "must be a folder named global_step_N"),
         ("runner.resume_dir=global_step_3", "does not exist"),
         ("rollout.pipeline_stage_num=3", "multiple of env ranks x pipeline stages = 1 x 3"),
+        ("algorithm.staleness_threshold=2", "staleness_threshold must be one of 0, 1, got 2"),
         ("max_steps", "not of the form key=value"),
     ],
 )
@@ -199,3 +200,8 @@ def test_cuda_graphs_without_a_cuda_device_are_refused():
         pytest.skip("there is a CUDA device")
     with pytest.raises(ConfigError, match="rollout.enable_cuda_graph needs a CUDA device"):
         compose("rollout.enable_cuda_graph=true")
+
+
+def test_learning_overlaps_with_the_next_round_or_with_the_next_iteration():
+    with pytest.raises(ConfigError, match="staleness_threshold = 1 exclude each other"):
+        compose("runner.use_training_pipeline=true", "algorithm.staleness_threshold=1")

@@ -152,6 +152,52 @@ def test_a_resumed_run_continues_where_the_other_stopped(short_run, tmp_path):
     assert all(torch.equal(resumed[name], whole[name]) for name in whole)
 
 
+def test_rollouts_that_run_ahead_are_stale_by_one_and_never_rescored(tmp_path):
+    output = run(
+        tmp_path,
+        "algorithm.staleness_threshold=1",
+        "runner.max_steps=3",
+        "runner.save_interval=-1",
+        "runner.val_check_interval=-1",
+    )
+    rows = iterations(tmp_path)
+    assert [row["train/actor/staleness_max"] for row in rows] == [0.0, 1.0, 1.0]
+    assert rows[0]["train/actor/first_ratio"] == 1.0 != rows[1]["train/actor/first_ratio"]
+    assert "train/actor/logprob_drift_max" not in rows[1]
+    assert all(0.0 <= row[f"idle/{who}"] < 1.0 for row in rows for who in ("env", "rollout"))
+    assert "stale 1" in output and "idle env" in output
+
+
+@pytest.mark.slow
+def test_where_nothing_may_run_ahead_the_updates_are_those_of_the_plain_mode(short_run, tmp_path):
+    """A checkpoint after every iteration: the same rounds by the same weights."""
+    run(tmp_path, "algorithm.staleness_threshold=1")
+    plain, ahead = weights(short_run[0], 2), weights(tmp_path, 2)
+    assert all(torch.equal(ahead[name], plain[name]) for name in plain)
+
+
+@pytest.mark.slow
+def test_an_interrupted_asynchronous_run_resumes_as_if_it_had_not(tmp_path):
+    """The checkpoint after iteration 2 of 4: the third round is by its weights in both runs."""
+    options = (
+        "algorithm.staleness_threshold=1",
+        "runner.max_steps=4",
+        "runner.save_interval=2",
+        "runner.val_check_interval=-1",
+    )
+    run(tmp_path / "whole", *options)
+    checkpoint = tmp_path / "whole/run/checkpoints/global_step_2"
+    run(tmp_path / "resumed", *options, f"runner.resume_dir={checkpoint}")
+    whole, resumed = weights(tmp_path / "whole", 4), weights(tmp_path / "resumed", 4)
+    assert all(torch.equal(resumed[name], whole[name]) for name in whole)
+    assert [row["train/actor/staleness_max"] for row in iterations(tmp_path / "whole")] == [
+        0.0,
+        1.0,
+        0.0,
+        1.0,
+    ]
+
+
 def orphans(folder):
     listed = subprocess.run(
         ["pgrep", "-f", str(folder)], capture_output=True, text=True, check=False
@@ -160,12 +206,24 @@ def orphans(folder):
 
 
 @pytest.mark.parametrize(
-    ("moment", "sent", "status"),
-    [("starting workers", signal.SIGTERM, 143), ("rollouts", signal.SIGINT, 130)],
+    ("moment", "sent", "status", "overrides"),
+    [
+        ("starting workers", signal.SIGTERM, 143, []),
+        ("rollouts", signal.SIGINT, 130, []),
+        (
+            "learning",
+            signal.SIGINT,
+            130,
+            ["algorithm.staleness_threshold=1", "runner.save_interval=-1"],
+        ),
+    ],
 )
-def test_interrupting_ends_everything_with_its_status(tmp_path, moment, sent, status):
+def test_interrupting_ends_everything_with_its_status(tmp_path, moment, sent, status, overrides):
     process = subprocess.Popen(
-        command(tmp_path), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        command(tmp_path, *overrides, "runner.max_steps=9"),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
     )
     for line in process.stdout:
         if moment in line:

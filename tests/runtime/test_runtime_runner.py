@@ -82,10 +82,11 @@ def iterating(counts):
     """A runner whose successive rollouts have these numbers of macro-steps to learn from."""
     made, left = runner(), iter(counts)
     made.global_step, made.weight_sync_interval = 0, 1
-    made.actor = SimpleNamespace(set_global_step=lambda step: Handle())
-    made.update_rollout_weights = lambda: None
+    made.actor = SimpleNamespace(
+        set_global_step=lambda step: Handle(), pop_execution_times=lambda: Handle([{}])
+    )
     made.console = SimpleNamespace(line=lines.append, phase=lambda _: None, done=lambda: None)
-    made.seconds = Counter()
+    made.seconds, made._timers = Counter(), Counter()
 
     def collect():
         with made._phase("rollouts"):
@@ -115,3 +116,66 @@ def test_rollouts_without_any_signal_are_drawn_again_and_counted():
 def test_it_gives_up_in_words_and_never_loops():
     with pytest.raises(NoLearningSignalError, match="after 3 rollouts: every episode failed"):
         iterating([0, 0, 0])._iterate()
+
+
+class Recorder:
+    """A worker group that writes down what it is asked for."""
+
+    def __init__(self, name, calls, results):
+        self._name, self._calls, self._results = name, calls, results
+
+    def __getattr__(self, method):
+        def call(*_, **__):
+            self._calls.append(f"{self._name}.{method}")
+            return Handle(self._results.get(method, [{}]))
+
+        return call
+
+
+def asynchronous(threshold, steps=3, save_interval=-1):
+    """A runner with recorded worker groups, and the list of its calls."""
+    made, calls = runner(task_choice={"mode": "uniform", "decay": 0.5}), []
+    made.cfg.algorithm = {"staleness_threshold": threshold}
+    made.cfg.runner.update({"save_interval": save_interval, "val_check_interval": -1})
+    made.max_steps, made.global_step, made.weight_sync_interval = steps, 0, 1
+    made.rollout_index, made._ahead, made._sent_version = 0, None, -1
+    made.seconds, made._timers = Counter(), Counter()
+    made.console = SimpleNamespace(line=lambda _: None, phase=lambda _: None, done=lambda: None)
+    made.env = Recorder("env", calls, {"interact": results([0, 0], [1, 0])})
+    made.rollout, made.reward = Recorder("rollout", calls, {}), None
+    made.env_channel = made.rollout_channel = made.reward_channel = made.actor_channel = None
+    counted = [{"macro_steps": 4.0}]
+    made.actor = Recorder(
+        "actor", calls, {"compute_advantages_and_returns": counted, "run_training": counted}
+    )
+    made.update_rollout_weights = lambda: calls.append("weights")
+    for step in range(steps):
+        made.global_step = step
+        made._iterate()
+    return made, [
+        call for call in calls if call in ("weights", "env.interact", "actor.run_training")
+    ]
+
+
+PLAIN = ["weights", "env.interact", "actor.run_training"]
+
+
+def test_collecting_and_learning_take_turns_without_staleness():
+    made, calls = asynchronous(0)
+    assert calls == 3 * PLAIN and made.rollout_index == 3
+
+
+def test_with_staleness_the_next_round_starts_before_the_update_and_no_round_is_wasted():
+    made, calls = asynchronous(1)
+    assert calls == [
+        *("weights", "env.interact"),  # round 0, by the first weights
+        *("env.interact", "actor.run_training"),  # round 1 by the same ones, update 1
+        *("weights", "env.interact", "actor.run_training"),  # round 2 by update 1's, update 2
+        "actor.run_training",
+    ]
+    assert made.rollout_index == 3 and made._ahead is None
+
+
+def test_nothing_rolls_across_a_checkpoint():
+    _, calls = asynchronous(1, save_interval=1)
+    assert calls == 3 * PLAIN

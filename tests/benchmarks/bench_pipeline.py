@@ -1,0 +1,98 @@
+"""Learning while collecting: pipeline and asynchronous mode against taking turns.
+
+Baseline: the plain mode, which collects an iteration's rollouts and then learns from them. All
+modes train the example with the same rounds and micro-batches; the first iteration warms up.
+
+    python tests/benchmarks/bench_pipeline.py --repeats 5
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+from process_tree import example, timed_run
+
+PLAIN = "plain (baseline)"
+MODES = {
+    PLAIN: [],
+    "pipeline": ["runner.use_training_pipeline=true"],
+    "asynchronous": ["algorithm.staleness_threshold=1"],
+}
+PHASES = {"pipeline": "rollouts and learning"}
+
+
+@dataclass(frozen=True)
+class Measured:
+    """One mode: its iterations, and the share of the cores that its rollouts used."""
+
+    rows: list[dict[str, float]]
+    seconds: list[float]
+    busy: list[float]
+
+    def median(self, *names: str) -> float:
+        """Return the median of a sum of recorded values."""
+        return statistics.median(sum(row.get(name, 0.0) for name in names) for row in self.rows[1:])
+
+
+def measure(repeats: int, *overrides: str) -> dict[str, Measured]:
+    """Run every mode for one iteration more than ``repeats``."""
+    measured = {}
+    for mode, switches in MODES.items():
+        with tempfile.TemporaryDirectory() as folder:
+            options = [
+                f"runner.max_steps={repeats + 1}",
+                "env.train.rollout_epoch=2",
+                "actor.micro_batch_size=44",
+                "actor.global_batch_size=88",
+                "RL.degenerate=keep",
+                *switches,
+                *overrides,
+            ]
+            run = timed_run(example(Path(folder), "run", *options))
+            lines = (Path(folder) / "run/iterations.jsonl").read_text().splitlines()
+        rows = [json.loads(line) for line in lines]
+        seconds = [3600 * row["rollout/episodes"] / row["time/episodes_per_hour"] for row in rows]
+        busy = run.busy_shares(PHASES.get(mode, "rollouts"))
+        measured[mode] = Measured(rows, seconds[1:], busy[1:])
+    first = [result.rows[0] for result in measured.values()]
+    for row in first[1:]:  # the same rollouts by the same weights
+        assert row["rollout/successes"] == first[0]["rollout/successes"]
+        assert row["env/episode_len"] == first[0]["env/episode_len"]
+    ahead = measured["asynchronous"].rows[0]
+    assert ahead["train/actor/policy_loss"] == first[0]["train/actor/policy_loss"]
+    return measured
+
+
+def main() -> None:
+    """Print the table."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--repeats", type=int, default=5, help="measured iterations of each mode")
+    options = parser.parse_args()
+    measured = measure(options.repeats)
+    plain = measured[PLAIN]
+    rollout = plain.median("time/rollouts")
+    learner = plain.median("time/advantages", "time/learning")
+    print(f"plain mode: rollouts {rollout:.1f} s, learner {learner:.1f} s per iteration\n")
+    print(
+        "| mode | s per iteration | of max(rollout, learner) | of their sum | cores busy ", end=""
+    )
+    print("in rollouts | idle env | idle rollout | idle actor |")
+    print("|---|---:|---:|---:|---:|---:|---:|---:|")
+    for mode, result in measured.items():
+        seconds = statistics.median(result.seconds)
+        idle = " | ".join(
+            f"{result.median(f'idle/{who}'):.0%}" for who in ("env", "rollout", "actor")
+        )
+        print(
+            f"| {mode} | {seconds:.1f} | {seconds / max(rollout, learner):.2f} | "
+            f"{seconds / (rollout + learner):.2f} | {statistics.median(result.busy):.0%} | {idle} |"
+        )
+
+
+if __name__ == "__main__":
+    main()
