@@ -10,6 +10,7 @@ from __future__ import annotations
 import difflib
 import re
 from collections.abc import Sequence
+from dataclasses import is_dataclass
 from pathlib import Path
 
 from hydra import compose, initialize_config_dir
@@ -126,7 +127,7 @@ def _check_keys(node: DictConfig, schema: DictConfig, prefix: str) -> None:
             hint = f"did you mean {prefix}{close[0]}?" if close else f"known: {', '.join(known)}"
             raise ConfigError(f"unknown key {name!r}; {hint}")
         child, expected = node._get_node(key), schema._get_node(key)
-        is_section = isinstance(expected, DictConfig) and OmegaConf.get_type(expected) is not dict
+        is_section = is_dataclass(OmegaConf.get_type(expected))  # a plain mapping takes any key
         if is_section and isinstance(child, DictConfig):
             _check_keys(child, expected, f"{name}.")
 

@@ -146,8 +146,8 @@ class WAMLearner(TwoHalvesActor):
         if keep.numel() == 0:  # other ranks have rows: one that does not count keeps step
             keep = torch.zeros(1, dtype=torch.int64)
         rows = select_rows(rows, keep)
-        self._provide_video_caches(rows, metrics)
         stale = self._staleness(rows, metrics)
+        self._provide_video_caches(rows, metrics)
         if self.cfg.RL.recompute_logprobs and is_first and not stale:
             self._rescore(rows, metrics)
         generator = torch.Generator().manual_seed(

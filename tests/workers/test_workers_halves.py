@@ -140,7 +140,7 @@ def imagination(captured_ratio=STRIDE):
     }
     rl = {"reconstruction": reconstruction, "imagination_steps": 5, "sigma_shift": None}
     env = {"train": {"action_video_freq_ratio": captured_ratio}}
-    model = SimpleNamespace(action_horizon=16, num_video_frames=5)
+    model = SimpleNamespace(actions_per_frame=4)
     return ImaginationReward(OmegaConf.create({"RL": rl, "env": env}), model, "cpu")
 
 
