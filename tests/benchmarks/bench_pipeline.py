@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
+import sys
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
@@ -59,6 +60,7 @@ def measure(repeats: int, *overrides: str) -> dict[str, Measured]:
         seconds = [3600 * row["rollout/episodes"] / row["time/episodes_per_hour"] for row in rows]
         busy = run.busy_shares(PHASES.get(mode, "rollouts"))
         measured[mode] = Measured(rows, seconds[1:], busy[1:])
+        print(f"{mode}: {' '.join(f'{value:.1f}' for value in seconds)} s", file=sys.stderr)
     first = [result.rows[0] for result in measured.values()]
     for row in first[1:]:  # the same rollouts by the same weights
         assert row["rollout/successes"] == first[0]["rollout/successes"]
@@ -72,8 +74,9 @@ def main() -> None:
     """Print the table."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--repeats", type=int, default=5, help="measured iterations of each mode")
+    parser.add_argument("overrides", nargs="*", help="key=value, for every mode")
     options = parser.parse_args()
-    measured = measure(options.repeats)
+    measured = measure(options.repeats, *options.overrides)
     plain = measured[PLAIN]
     rollout = plain.median("time/rollouts")
     learner = plain.median("time/advantages", "time/learning")

@@ -65,6 +65,7 @@ def measure(repeats: int) -> dict[str, Startup]:
                     "runner.max_steps=1",
                     "env.train.rollout_epoch=1",
                     "env.train.max_episode_steps=16",
+                    "RL.video_sft.enabled=false",
                     "RL.degenerate=keep",
                 )
                 if variant == BASELINE:
@@ -78,6 +79,12 @@ def measure(repeats: int) -> dict[str, Startup]:
             startup.cpu_until_ready.append(used)
             startup.first_step.append(run.first("… rollouts")[0] + first)
             successes.add((row["rollout/successes"], row["train/actor/policy_loss"]))
+            print(
+                f"{variant}: ready {ready:.1f} s, first step {startup.first_step[-1]:.1f} s, "
+                f"{used:.1f} CPU seconds",
+                file=sys.stderr,
+                flush=True,
+            )
     assert len(successes) == 1, "the variants trained differently"
     return results
 
