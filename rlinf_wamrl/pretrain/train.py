@@ -81,22 +81,29 @@ def pretrain(cfg: DictConfig, report: Callable[[str], None] = print) -> Pretrain
     pretrained = PretrainedWAM(
         model=averaged, vae=vae, text_encoder=text_encoder, processor=processor
     )
+    training = {"autoencoder": asdict(quality), "recipe": recipe}
+    # measuring takes long and may fail: the weights are kept before it begins
+    pretrained = _save(pretrained, training, cfg, report)
     policy = pretrained_policy(pretrained, _evaluation_settings(cfg))
     played = _play_in_each_mode(policy, cfg, report)
     trained_mode = averaged.action_infer_mode
     imagined = imagine_pretrained(policy, played[trained_mode], Path(cfg.output_dir), report)
-    pretrained = replace(
-        pretrained,
-        training={
-            "held_out_success": {
-                mode: {f"task_{task}": one.score for task, one in tasks.items()}
-                for mode, tasks in played.items()
-            },
-            "imagination": imagined,
-            "autoencoder": asdict(quality),
-            "recipe": recipe,
-        },
-    )
+    success = {
+        mode: {f"task_{task}": one.score for task, one in tasks.items()}
+        for mode, tasks in played.items()
+    }
+    measured = {"held_out_success": success, "imagination": imagined}
+    return _save(pretrained, measured | training, cfg, report)
+
+
+def _save(
+    pretrained: PretrainedWAM,
+    training: dict[str, Any],
+    cfg: DictConfig,
+    report: Callable[[str], None],
+) -> PretrainedWAM:
+    """Write the checkpoint with what is known of it."""
+    pretrained = replace(pretrained, training=training)
     save_pretrained(pretrained, Path(cfg.output_dir), overwrite=True)
     report(f"checkpoint {cfg.output_dir}")
     return pretrained

@@ -8,6 +8,7 @@ from omegaconf import OmegaConf
 from rlinf_wamrl.config.compose import compose_typed, shipped_config
 from rlinf_wamrl.data.lerobot_dataset import STATISTICS_FILE, LeRobotDataset, LeRobotWriter
 from rlinf_wamrl.normalisation import DatasetStatistics
+from rlinf_wamrl.pretrain import train
 from rlinf_wamrl.pretrain.config import PretrainConfig
 from rlinf_wamrl.pretrain.dataset import (
     Windows,
@@ -108,6 +109,17 @@ def test_a_pretrained_model_is_saved_whole_with_its_measured_success(recorded):
     assert written == {"imagination.md", "imagination.json", "task_0_live.png"}
 
 
+def test_what_was_trained_survives_a_measurement_that_fails(recorded, tmp_path, monkeypatch):
+    def fail(*_, **__):
+        raise RuntimeError("no renderer")
+
+    _, cfg, _ = recorded
+    monkeypatch.setattr(train, "evaluate_pretrained", fail)
+    with pytest.raises(RuntimeError, match="no renderer"):
+        pretrain(OmegaConf.merge(cfg, {"output_dir": f"{tmp_path}/model"}), lambda _: None)
+    assert load_pretrained(tmp_path / "model").training["recipe"]["train"]["steps"] == 3
+
+
 def test_windows_repeat_the_end_and_mark_it():
     frames, frame_pad, actions, action_pad = window_indices(steps=6, horizon=8, num_frames=3)
     assert frames[0].tolist() == [0, 4, 6] and frame_pad[0].tolist() == [False, False, True]
@@ -125,7 +137,6 @@ def test_no_episodes_is_said_in_words(tmp_path):
 
 def test_the_shipped_model_is_within_its_promised_range():
     from rlinf_wamrl.config.checkpoints import shipped_checkpoints
-    from rlinf_wamrl.pretrain import train
 
     assert "small" in shipped_checkpoints()
     root = train.__file__.rsplit("/", 2)[0]
