@@ -41,7 +41,8 @@ PRELOADED = (
     "rlinf_wamrl.runtime.plugin",
     "rlinf_wamrl.wam.lora",
     "rlinf_wamrl.wam.pretrained",
-    "rlinf_wamrl.workers.imagination",
+    "rlinf_wamrl.rl.similarity",
+    "rlinf_wamrl.workers.batches",
     "scipy.optimize",
     "torch._dynamo.testing",
     "torch.distributed.checkpoint.state_dict",
@@ -105,6 +106,8 @@ def main() -> None:
         listener.listen(64)  # launchers wait here until all is imported
         for module in PRELOADED:
             importlib.import_module(module)
+        if "ray" in sys.modules:  # forks could not join a cluster, and Ray would wait for them
+            raise RuntimeError("a module of PRELOADED imports Ray, which only forks may")
         gc.collect()
         gc.freeze()  # a collection in a fork would copy the pages of every object
         request = _serve(listener)

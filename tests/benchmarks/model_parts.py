@@ -47,7 +47,7 @@ def policy_of(name: str, run, wrap: Callable | None = None, **settings) -> WAMPo
     wam, text_encoder = policy.wam, policy.text_encoder
     if name == "wide":
         text_encoder = HashedWordEncoder(dim=4096, length=128)
-        wam = _wide_wam()
+        wam = _wide_wam(policy.vae.latent_channels)
         if run.RL.video_sft.enabled:
             inject_lora(wam, generator=torch.Generator().manual_seed(0))
         wam.vae = policy.vae
@@ -61,10 +61,12 @@ def policy_of(name: str, run, wrap: Callable | None = None, **settings) -> WAMPo
     ).eval()
 
 
-def _wide_wam() -> WAM:
+def _wide_wam(channels: int) -> WAM:
     shared = {"num_heads": 8, "attn_head_dim": 32, "num_layers": 6, "text_dim": 4096}
     config = WAMConfig(
-        video_dit_config=VideoExpertConfig(hidden_dim=256, ffn_dim=1024, **shared),
+        video_dit_config=VideoExpertConfig(
+            hidden_dim=256, ffn_dim=1024, in_dim=channels, out_dim=channels, **shared
+        ),
         action_dit_config=ActionExpertConfig(hidden_dim=128, ffn_dim=512, **shared),
         proprio_dim=8,
         action_horizon=32,

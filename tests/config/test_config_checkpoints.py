@@ -175,8 +175,8 @@ def test_an_own_folder_is_described_by_its_own_file(small):
     for keys, words in (
         ({"vae_path": "x"}, "vae_path belongs to an official FastWAM file.*: leave it out"),
         ({"action_horizon": 32}, "action_horizon = 32, but the checkpoint .* has 16: leave it out"),
-        ({"variant": "idm"}, "variant = 'idm', but the checkpoint .* has 'uncond'"),
-        ({"action_infer_mode": "idm"}, "must be 'first_frame' for variant 'uncond'"),
+        ({"variant": "idm"}, "variant = 'idm', but the checkpoint .* has 'optional_idm'"),
+        ({"action_infer_mode": "both"}, "action_infer_mode must be one of first_frame, idm"),
         ({"action_dim": 14}, "action_dim = 14, but copy predicts actions of width 7"),
     ):
         with pytest.raises(ConfigError, match=words):

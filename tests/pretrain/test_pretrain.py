@@ -140,9 +140,15 @@ def test_the_shipped_model_is_within_its_promised_range():
 
     assert "small" in shipped_checkpoints()
     root = train.__file__.rsplit("/", 2)[0]
-    training = load_pretrained(f"{root}/pretrained/small").training
-    solved, total = map(int, training["held_out_success"]["task_0"].split("/"))
-    assert total >= 120 and 0.3 <= solved / total <= 0.6
+    success = load_pretrained(f"{root}/pretrained/small").training["held_out_success"]
+    assert set(success) == {"first_frame", "idm"}
+    for mode, tasks in success.items():
+        counts = [tuple(map(int, tasks[f"task_{task}"].split("/"))) for task in range(4)]
+        assert all(episodes >= 120 for _, episodes in counts)
+        *short, long = [solved / episodes for solved, episodes in counts]
+        assert long < min(short), mode
+        if mode == "first_frame":  # what training starts from
+            assert all(0.25 <= rate <= 0.6 for rate in short) and long > 0
 
 
 def windows_of(counts):
