@@ -31,18 +31,17 @@ from typing import Any
 from rlinf_wamrl.runtime import worker_launcher
 from rlinf_wamrl.runtime.worker_launcher import ADDRESS_VARIABLE, LENGTH_BYTES
 
-__all__ = ["PRELOADED", "worker_template"]
+__all__ = ["PRELOADED", "preload", "worker_template"]
 
 PRELOADED = (
     "gymnasium",
     "networkx",
     "peft",
     "rlinf_wamrl.envs.rlinf_env",
+    "rlinf_wamrl.rl.reward",
     "rlinf_wamrl.runtime.plugin",
     "rlinf_wamrl.wam.lora",
     "rlinf_wamrl.wam.pretrained",
-    "rlinf_wamrl.rl.similarity",
-    "rlinf_wamrl.workers.batches",
     "scipy.optimize",
     "torch._dynamo.testing",
     "torch.distributed.checkpoint.state_dict",
@@ -76,12 +75,16 @@ def worker_template(folder: Path, on_failure: Callable[[int], None]) -> Iterator
         ADDRESS_VARIABLE: str(address),
     }
     os.environ[ADDRESS_VARIABLE] = str(address)
-    process = subprocess.Popen(
-        [sys.executable, "-m", __name__, str(address)],
-        stdin=subprocess.PIPE,  # its end is the end of this process, however that comes
-        env=environment,
-        start_new_session=True,  # Ctrl-C is for this process alone
-    )
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
+        listener.bind(str(address))
+        listener.listen(64)  # launchers wait here until all is imported
+        process = subprocess.Popen(
+            [sys.executable, "-m", __name__, str(listener.fileno())],
+            stdin=subprocess.PIPE,  # its end is the end of this process, however that comes
+            pass_fds=[listener.fileno()],
+            env=environment,
+            start_new_session=True,  # Ctrl-C is for this process alone
+        )
     ending = threading.Event()
 
     def watch() -> None:
@@ -100,21 +103,27 @@ def worker_template(folder: Path, on_failure: Callable[[int], None]) -> Iterator
 
 def main() -> None:
     """Serve workers; in each fork, go on as that worker."""
-    address = sys.argv[1]
-    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
-        listener.bind(address)
-        listener.listen(64)  # launchers wait here until all is imported
-        for module in PRELOADED:
-            importlib.import_module(module)
-        if "ray" in sys.modules:  # forks could not join a cluster, and Ray would wait for them
-            raise RuntimeError("a module of PRELOADED imports Ray, which only forks may")
-        gc.collect()
-        gc.freeze()  # a collection in a fork would copy the pages of every object
+    with socket.socket(fileno=int(sys.argv[1])) as listener:
+        preload()
         request = _serve(listener)
     if request is None:
         os._exit(0)  # frozen objects would be reported as leaks
     atexit.register(gc.unfreeze)
     _become_worker(**request)
+
+
+def preload() -> None:
+    """Import what workers need.
+
+    Raises:
+        RuntimeError: Ray was imported with it; its workers would then wait for ever.
+    """
+    for module in PRELOADED:
+        importlib.import_module(module)
+        if "ray" in sys.modules:
+            raise RuntimeError(f"{module} imports Ray: it cannot be imported before the fork")
+    gc.collect()
+    gc.freeze()  # a collection in a fork would copy the pages of every object
 
 
 def _serve(listener: socket.socket) -> dict[str, Any] | None:

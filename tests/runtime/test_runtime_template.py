@@ -2,14 +2,13 @@
 
 import os
 import select
-import socket
 import subprocess
 import sys
 import threading
 
 import pytest
 
-from rlinf_wamrl.runtime.worker_template import PRELOADED, worker_template
+from rlinf_wamrl.runtime import worker_template
 
 WORKER = """
 import os, sys
@@ -39,7 +38,7 @@ def test_nothing_before_the_fork_imports_ray_or_starts_threads_or_cuda():
     """Ray's library reads its worker's environment when it is loaded."""
     code = (
         "import importlib, sys, threading\n"
-        f"for module in {PRELOADED!r}: importlib.import_module(module)\n"
+        f"for module in {worker_template.PRELOADED!r}: importlib.import_module(module)\n"
         "import torch\n"
         "print(sorted({'ray', 'rlinf'} & set(sys.modules)), threading.active_count(),\n"
         "      torch.cuda.is_initialized())"
@@ -47,10 +46,19 @@ def test_nothing_before_the_fork_imports_ray_or_starts_threads_or_cuda():
     assert run_python(code).splitlines()[-1] == "[] 1 False"
 
 
+def test_a_module_that_imports_ray_is_refused(monkeypatch):
+    monkeypatch.setattr(worker_template, "PRELOADED", ("json",))
+    monkeypatch.setitem(sys.modules, "ray", object())
+    with pytest.raises(RuntimeError, match="json imports Ray"):
+        worker_template.preload()
+
+
 @pytest.fixture(scope="module")
 def launcher(tmp_path_factory):
     failures = []
-    with worker_template(tmp_path_factory.mktemp("template"), failures.append) as script:
+    with worker_template.worker_template(
+        tmp_path_factory.mktemp("template"), failures.append
+    ) as script:
         yield script
     assert not failures
 
@@ -86,16 +94,14 @@ def test_a_killed_launcher_takes_its_worker_along(launcher, tmp_path):
     assert select.select([handle], [], [], 30.0)[0]
 
 
-def test_a_template_that_cannot_start_is_reported(tmp_path):
+def test_a_template_that_cannot_start_is_reported(tmp_path, monkeypatch):
     reported, statuses = threading.Event(), []
 
     def report(status):
         statuses.append(status)
         reported.set()
 
-    blocked = tmp_path / "workers.sock"
-    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as taken:
-        taken.bind(str(blocked))  # so that the template cannot
-        with worker_template(tmp_path, report):
-            assert reported.wait(30.0)
+    monkeypatch.setattr(sys, "executable", "/bin/false")
+    with worker_template.worker_template(tmp_path, report):
+        assert reported.wait(30.0)
     assert statuses == [1]
