@@ -4,6 +4,7 @@ One short run is shared by the tests of this file; variants with more ranks are 
 """
 
 import json
+import math
 import os
 import re
 import signal
@@ -14,9 +15,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors import safe_open
 
 ROOT = Path(__file__).parents[2]
 EXAMPLE = ROOT / "examples" / "libero_wamrl.yaml"
+SHIPPED = ROOT / "rlinf_wamrl" / "pretrained" / "small"
 
 SHORT = [
     "runner.max_steps=2",
@@ -98,7 +101,11 @@ def test_what_trains_is_saved_and_each_part_of_it_changes(short_run):
         mine = [name for name in one if part in name]
         assert mine and any(not torch.equal(one[name], two[name]) for name in mine), part
     assert all(any(part in name for part in PARTS) for name in one)  # never the frozen base
-    assert re.search(r"frozen +996,672", output)
+    with safe_open(SHIPPED / "model.safetensors", framework="pt") as file:
+        sizes = {name: math.prod(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
+    video = sum(size for name, size in sizes.items() if ".video." in name)
+    assert 0 < video < sum(sizes.values())
+    assert re.search(rf"frozen +{video:,}", output)
 
 
 def test_both_halves_report_what_they_did(short_run):
