@@ -13,11 +13,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-import numpy as np
 import torch
 from rlinf.models.embodiment.base_policy import BasePolicy, ForwardType
 from torch import Tensor, nn
 
+from rlinf_wamrl.instructions import pack_instructions, unpack_instructions
 from rlinf_wamrl.policy_training import (
     calibration_moments,
     imagination_rewards,
@@ -26,21 +26,13 @@ from rlinf_wamrl.policy_training import (
 )
 from rlinf_wamrl.processing import Processor, pixels_to_unit
 from rlinf_wamrl.rl import flow_sde
+from rlinf_wamrl.rl.chain_noise import ChainNoise, draw_chain_noise
 from rlinf_wamrl.streams import random_stream
 from rlinf_wamrl.wam.state import WAMState, stack_keys_values, unstack_keys_values
 from rlinf_wamrl.wam.text import TextEncoder
 from rlinf_wamrl.wam.vae import VideoVAE
 
-__all__ = [
-    "SamplingSettings",
-    "WAMPolicy",
-    "pack_instructions",
-    "random_stream",
-    "unpack_instructions",
-]
-
-INSTRUCTION_BYTES = 256
-"""Room for an instruction in a record, UTF-8, padded with zeros."""
+__all__ = ["SamplingSettings", "WAMPolicy"]
 
 RECORD_IDS = ("task_id", "seed", "group_id", "episode_id", "init_state_id", "elapsed_steps")
 """Integers of the observation that travel with every macro-step."""
@@ -413,9 +405,9 @@ class WAMPolicy(nn.Module, BasePolicy):
         self,
         streams: Sequence[torch.Generator],
         initial_streams: Sequence[torch.Generator] | None,
-    ) -> flow_sde.ChainNoise:
+    ) -> ChainNoise:
         settings = self.settings
-        noise = flow_sde.draw_chain_noise(
+        noise = draw_chain_noise(
             streams,
             batch_size=len(streams),
             horizon=self.wam.action_horizon,
@@ -425,31 +417,8 @@ class WAMPolicy(nn.Module, BasePolicy):
             ignore_last=settings.ignore_last,
             initial_generators=initial_streams,
         )
-        return flow_sde.ChainNoise(
+        return ChainNoise(
             initial=noise.initial.to(self.device),
             step=noise.step.to(self.device),
             k_star=noise.k_star.to(self.device),
         )
-
-
-def pack_instructions(instructions: Sequence[str]) -> Tensor:
-    """Store instructions as uint8 [B, 256], UTF-8 padded with zeros.
-
-    Raises:
-        ValueError: an instruction is longer than 256 bytes.
-    """
-    encoded = [instruction.encode() for instruction in instructions]
-    for instruction, text in zip(instructions, encoded, strict=True):
-        if len(text) > INSTRUCTION_BYTES:
-            raise ValueError(
-                f"an instruction may have {INSTRUCTION_BYTES} bytes, this one has {len(text)}: "
-                f"{instruction!r}"
-            )
-    padded = b"".join(text.ljust(INSTRUCTION_BYTES, b"\0") for text in encoded)
-    packed = np.frombuffer(padded, dtype=np.uint8).reshape(-1, INSTRUCTION_BYTES)
-    return torch.from_numpy(packed.copy())
-
-
-def unpack_instructions(packed: Tensor) -> list[str]:
-    """Invert :func:`pack_instructions`."""
-    return [bytes(row).rstrip(b"\0").decode() for row in packed.cpu().numpy()]

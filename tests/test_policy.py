@@ -21,12 +21,8 @@ from tiny_parts import (
 )
 
 from rlinf_wamrl.data.macro_step import MacroStep, RecordSpec
-from rlinf_wamrl.policy import (
-    INSTRUCTION_BYTES,
-    pack_instructions,
-    random_stream,
-    unpack_instructions,
-)
+from rlinf_wamrl.instructions import INSTRUCTION_BYTES, pack_instructions, unpack_instructions
+from rlinf_wamrl.streams import random_stream
 from rlinf_wamrl.wam.adapter import adapt
 from rlinf_wamrl.wam.memory import MemorySetup, video_cache_bytes
 

@@ -25,6 +25,7 @@ from rlinf_wamrl.data.interface import (
     TrajectorySource,
 )
 from rlinf_wamrl.data.wire import pack_message, packed_nbytes
+from rlinf_wamrl.instructions import INSTRUCTION_BYTES
 
 __all__ = ["MacroStepShapes", "bytes_per_macro_step", "crossing_bytes", "run_shapes"]
 
@@ -33,7 +34,6 @@ _PROPRIO = 8
 _LATENT_CELL = 16
 """Pixels per latent cell along height and width, in both autoencoders."""
 _INSTRUCTION = "pick up the black bowl between the plate and the ramekin"
-_INSTRUCTION_BYTES = 256
 
 ENDS = {
     "observations": ("env", "rollout"),
@@ -222,7 +222,7 @@ def _policy_part(shapes: MacroStepShapes, batch_size: int) -> PolicyPart:
         "logp_old": torch.zeros(batch_size, scored),
         "image": torch.zeros(batch_size, 3, *shapes.picture, dtype=torch.uint8),
         "proprio": torch.zeros(batch_size, _PROPRIO),
-        "instruction": torch.zeros(batch_size, _INSTRUCTION_BYTES, dtype=torch.uint8),
+        "instruction": torch.zeros(batch_size, INSTRUCTION_BYTES, dtype=torch.uint8),
         **{name: torch.zeros(batch_size, dtype=torch.int64) for name in _IDS},
     }
     if shapes.latents is not None:

@@ -8,7 +8,7 @@ from typing import Any
 from omegaconf import DictConfig
 from torch import Tensor
 
-from rlinf_wamrl.policy import pack_instructions
+from rlinf_wamrl.instructions import pack_instructions
 from rlinf_wamrl.processing import Processor
 from rlinf_wamrl.rl.moments import Moments, RunningNormaliser
 from rlinf_wamrl.rl.reward import ReconstructionReward, RewardSettings, reached_frames

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from rlinf_wamrl.data.success_buffer import SuccessBuffer
 from rlinf_wamrl.data.success_episode import SuccessEpisode
-from rlinf_wamrl.policy import unpack_instructions
+from rlinf_wamrl.instructions import unpack_instructions
 from rlinf_wamrl.policy_training import VideoLoss
 from rlinf_wamrl.rl.losses import FeatureStatistics
 from rlinf_wamrl.rl.moments import Moments

@@ -12,7 +12,7 @@ import torch
 from imagining import Imagining
 from PIL import Image
 
-from rlinf_wamrl.policy import pack_instructions, unpack_instructions
+from rlinf_wamrl.instructions import pack_instructions, unpack_instructions
 from rlinf_wamrl.policy_training import imagination_rewards
 from rlinf_wamrl.pretrain.evaluate import Played
 from rlinf_wamrl.pretrain.imagination import (

@@ -6,9 +6,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from rlinf_wamrl.rl.chain_noise import ChainNoise, draw_chain_noise, stochastic_candidates
 from rlinf_wamrl.rl.flow_sde import (
-    ChainNoise,
-    draw_chain_noise,
     gaussian_logprob,
     inference_grid,
     logprob_chain,
@@ -18,7 +17,6 @@ from rlinf_wamrl.rl.flow_sde import (
     sample_chain_elements,
     sample_ode,
     step_moments,
-    stochastic_candidates,
 )
 
 H, A = 6, 3

@@ -6,7 +6,7 @@ import pytest
 import torch
 from omegaconf import OmegaConf
 
-from rlinf_wamrl.policy import pack_instructions
+from rlinf_wamrl.instructions import pack_instructions
 from rlinf_wamrl.rl.reward import ReconstructionReward
 from rlinf_wamrl.workers.imagination import ImaginationReward, model_frames
 from rlinf_wamrl.workers.video_half import VideoHalf, success_episodes
