@@ -5,6 +5,7 @@ import subprocess
 import sys
 
 import bench_pipeline
+import bench_rank_scaling
 import bench_startup
 import process_tree
 import pytest
@@ -38,3 +39,15 @@ def test_all_modes_collect_the_same_first_rollouts():
 def test_workers_that_import_for_themselves_train_the_same():
     results = bench_startup.measure(1)
     assert all(len(startup.first_step) == 1 for startup in results.values())
+
+
+def test_a_placement_names_as_many_processes_as_asked():
+    assert (
+        bench_rank_scaling.placement({"actor": 2}) == "{env:'0:0-0',rollout:'0:0-0',actor:'0:0-1'}"
+    )
+
+
+@pytest.mark.slow
+def test_every_placement_plays_the_same_episodes():
+    measured = bench_rank_scaling.measure(1, "env.train.rollout_epoch=1")
+    assert set(measured) == set(bench_rank_scaling.PLACEMENTS)
