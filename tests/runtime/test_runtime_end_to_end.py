@@ -34,6 +34,7 @@ SHORT = [
     "env.eval.init_state_range=[80,84]",
     "actor.global_batch_size=32",
     "actor.micro_batch_size=16",
+    "RL.action_lr=5.0e-5",  # so few episodes allow no large step
     "RL.video_sft.warmup=0",
     "RL.video_sft.steps=2",
     "actor.num_threads=1",
