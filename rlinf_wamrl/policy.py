@@ -27,6 +27,7 @@ from rlinf_wamrl.policy_training import (
 from rlinf_wamrl.processing import Processor, pixels_to_unit
 from rlinf_wamrl.rl import flow_sde
 from rlinf_wamrl.rl.chain_noise import ChainNoise, draw_chain_noise
+from rlinf_wamrl.rl.noise_basis import NoiseBasis, cosine_basis
 from rlinf_wamrl.streams import random_stream
 from rlinf_wamrl.wam.state import WAMState, stack_keys_values, unstack_keys_values
 from rlinf_wamrl.wam.text import TextEncoder
@@ -62,6 +63,8 @@ class SamplingSettings:
     variant: str = "sde"  # or "cps"
     shift: float | None = None  # overrides the checkpoint's sigma shifts
     initial_noise: str = "episode"  # or "group": its members imagine and start chunks alike
+    noise_modes: int | None = None  # M, cosine modes that get noise; None for white noise
+    noise_dims: tuple[int, ...] = ()  # action dimensions that get noise; empty for all
     seed: int = 0  # root of all random streams
     keep_video_cache: bool = False  # record the video's keys and values
 
@@ -106,6 +109,13 @@ class WAMPolicy(nn.Module, BasePolicy):
         self.text_encoder = text_encoder
         self.processor = processor
         self.settings = settings
+        self._basis = cosine_basis(
+            horizon=wam.action_horizon,
+            num_executed=settings.num_executed,
+            action_dim=wam.action_dim,
+            num_modes=settings.noise_modes,
+            dims=settings.noise_dims,
+        )
         self._contexts: dict[str, tuple[Tensor, Tensor]] = {}
         self._generator = torch.Generator().manual_seed(settings.seed)
         self._replayed: Any = None  # the model as CUDA graphs, once they are wanted
@@ -298,6 +308,7 @@ class WAMPolicy(nn.Module, BasePolicy):
             settings.noise_level,
             num_executed=settings.num_executed,
             variant=settings.variant,
+            basis=self._basis_here(),
         )
         actions = self.processor.executable_actions(chain[:, -1, : settings.num_executed].cpu())
         record = {
@@ -372,6 +383,7 @@ class WAMPolicy(nn.Module, BasePolicy):
             settings.noise_level,
             num_executed=settings.num_executed,
             variant=settings.variant,
+            basis=self._basis_here(),
         )
         logprobs = elements.sum(dim=1)
         executed = forward_inputs.get("executed_mask")
@@ -383,6 +395,9 @@ class WAMPolicy(nn.Module, BasePolicy):
         return flow_sde.inference_grid(
             self.wam, num_steps, shift=self.settings.shift, device=self.device
         )
+
+    def _basis_here(self) -> NoiseBasis | None:
+        return None if self._basis is None else self._basis.to(self.device)
 
     def _stream_keys(self, env_obs: Mapping[str, Any], batch_size: int) -> list[tuple[int, ...]]:
         """Return what the random streams of each sample depend on."""

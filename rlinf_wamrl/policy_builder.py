@@ -90,6 +90,8 @@ def sampling_settings(cfg: Any) -> SamplingSettings:
         variant=sampling.variant,
         shift=sampling.shift,
         initial_noise=sampling.initial_noise,
+        noise_modes=sampling.noise_modes,
+        noise_dims=tuple(sampling.noise_dims),
         seed=sampling.seed,
         keep_video_cache=sampling.wam_cache == "store" and cfg.train_actions,
     )

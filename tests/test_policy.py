@@ -88,6 +88,17 @@ def test_the_learner_scores_what_the_rollout_recorded_bit_for_bit(mode, dtype, s
     assert scored["entropy"] is None
 
 
+@pytest.mark.parametrize("steps", ["one_random", (0, 2)])
+def test_noise_along_few_directions_is_scored_bit_for_bit(steps):
+    policy = policy_in("first_frame", stochastic_steps=steps, noise_modes=2, noise_dims=(0, 1, 2))
+    _, result, record = rollout(policy)
+    scored = policy.forward(ForwardType.DEFAULT, forward_inputs=record)["logprobs"]
+    assert torch.equal(scored, result["prev_logprobs"])
+    assert int((scored != 0).sum()) == BATCH * 2 * 3
+    white = policy_in("first_frame", stochastic_steps=steps)
+    assert not torch.equal(rollout(white)[2]["chain"], record["chain"])
+
+
 @pytest.mark.parametrize("mode", MODES)
 def test_scores_hardly_depend_on_the_batch_they_are_computed_in(mode):
     policy = policy_in(mode)

@@ -184,12 +184,30 @@ def _check_sampling(run: DictConfig) -> None:
         last_is_noisy = steps - 1 in rl.window
     if rl.sde == "cps" and last_is_noisy:
         raise ConfigError("RL.sde: cps has no noise at the last step; leave that step out")
+    _check_noise_basis(run)
     if rl.dual_clip <= 1:
         raise ConfigError(f"RL.dual_clip must be above 1, got {rl.dual_clip}")
     if rl.clip_low >= 1:
         raise ConfigError(f"RL.clip_low must be below 1, got {rl.clip_low}")
     if rl.sigma_shift is not None and rl.sigma_shift <= 0:
         raise ConfigError(f"RL.sigma_shift must be positive or null, got {rl.sigma_shift}")
+
+
+def _check_noise_basis(run: DictConfig) -> None:
+    rl, chunk, width = run.RL, run.actor.model.num_action_chunks, run.actor.model.action_dim
+    if rl.noise_modes is not None and not 1 <= rl.noise_modes <= chunk:
+        raise ConfigError(
+            f"RL.noise_modes must be within 1..{chunk} (actor.model.num_action_chunks), got "
+            f"{rl.noise_modes}"
+        )
+    dims = list(rl.noise_dims)
+    if len(set(dims)) < len(dims) or not set(dims) <= set(range(width)):
+        raise ConfigError(f"RL.noise_dims must be distinct and within 0..{width - 1}, got {dims}")
+    if rl.logprob_reduction == "mean" and (dims or rl.noise_modes is not None):
+        raise ConfigError(
+            "RL.logprob_reduction: mean counts every action; take sum with RL.noise_modes or "
+            "RL.noise_dims"
+        )
 
 
 def _check_env_side(run: DictConfig, side: str) -> None:

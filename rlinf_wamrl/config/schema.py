@@ -174,6 +174,10 @@ class SamplingConfig:
     """sde or cps."""
     initial_noise: str = II("RL.initial_noise")
     """episode or group."""
+    noise_modes: int | None = II("RL.noise_modes")
+    """Cosine modes that get noise."""
+    noise_dims: list[int] = II("RL.noise_dims")
+    """Action dimensions that get noise."""
     shift: float | None = II("RL.sigma_shift")
     """Sigma shift; null takes the checkpoint's."""
     wam_cache: str = II("RL.wam_cache")

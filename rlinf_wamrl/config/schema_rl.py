@@ -100,6 +100,11 @@ class RLConfig:
     initial_noise: str = "episode"
     """episode: every chunk starts from noise of its own; group: the members of a group share it,
     and that of the video they imagine, so that outcomes differ by the scored steps alone."""
+    noise_modes: int | None = None
+    """Stochastic steps are noisy along this many slowest cosine modes of the executed actions and
+    follow the ODE along the rest; null: white noise, in every action by itself."""
+    noise_dims: list[int] = field(default_factory=list)
+    """Action dimensions that get noise (0 to 2 move, 3 to 5 turn, 6 is the gripper); empty: all."""
     sde: str = "sde"
     """The stochastic step: sde (keeps the ODE's marginals) or cps (keeps the noise level)."""
     logprob_reduction: str = "sum"

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from rlinf_wamrl.rl.chain_noise import ChainNoise, check_num_steps, draw_chain_noise
+from rlinf_wamrl.rl.noise_basis import NoiseBasis
 
 __all__ = [
     "ChainSample",
@@ -175,6 +176,15 @@ def _velocity(model: FlowModel, x: Tensor, timestep: Tensor, cache: Any) -> Tens
     return model.action_velocity(x, timestep, cache).float()
 
 
+def _step_logprob(
+    x: Tensor, mean: Tensor, std: Tensor, executed: int, basis: NoiseBasis | None
+) -> Tensor:
+    """Return the log-probs [B,C,A] of one stochastic step."""
+    if basis is None:
+        return gaussian_logprob(x, mean, std)[:, :executed]
+    return basis.logprob(x, mean, std)
+
+
 def _check_noise(variant: str, a: float, k_star: Tensor, grid: FlowGrid) -> None:
     if a <= 0:
         raise ValueError(f"the noise level a must be positive, got {a}")
@@ -192,6 +202,7 @@ def sample_chain_elements(
     *,
     num_executed: int | None = None,
     variant: str = "sde",
+    basis: NoiseBasis | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Run the K denoising steps of a batch from noise that is already drawn.
 
@@ -203,6 +214,7 @@ def sample_chain_elements(
         a: noise level of the stochastic steps.
         num_executed: C; log-probs are kept for the first C actions only (None keeps all H).
         variant: see :func:`step_moments`.
+        basis: directions of the noise, over the same C actions; None for white noise.
 
     Returns:
         The chain [B,K+1,H,A] and the log-probs of the stochastic steps [B,S,C,A], float32.
@@ -223,9 +235,13 @@ def sample_chain_elements(
             # [B,S], at most one True per row
             row, slot = (noise.k_star == k).nonzero(as_tuple=True)
             mean, std = moments.mean[row], moments.std[row]
-            stepped = mean + std * noise.step[row, slot]
+            drawn = noise.step[row, slot]
+            if basis is None:
+                stepped = mean + std * drawn
+            else:
+                stepped = basis.step(x_next[row], mean, std, drawn)
             x_next = x_next.index_copy(0, row, stepped)
-            logp[row, slot] = gaussian_logprob(stepped, mean, std)[:, :executed]
+            logp[row, slot] = _step_logprob(stepped, mean, std, executed, basis)
         x = x_next
         chain.append(x)
     return torch.stack(chain, dim=1), logp
@@ -241,6 +257,7 @@ def logprob_chain_elements(
     *,
     num_executed: int | None = None,
     variant: str = "sde",
+    basis: NoiseBasis | None = None,
 ) -> Tensor:
     """Score the stochastic steps of recorded chains, with gradients.
 
@@ -255,6 +272,7 @@ def logprob_chain_elements(
         a: noise level the chains were sampled with.
         num_executed: C; None scores all H actions.
         variant: see :func:`step_moments`.
+        basis: directions of the noise the chains were sampled with.
 
     Returns:
         [B,S,C,A] float32.
@@ -272,7 +290,7 @@ def logprob_chain_elements(
         x, x_next = chains[rows, k], chains[rows, k + 1]
         velocity = _velocity(model, x, grid.timesteps[k], cache)
         moments = step_moments(x, velocity, grid.sigma[k], grid.delta[k], a, variant)
-        scored.append(gaussian_logprob(x_next, *moments)[:, :executed])
+        scored.append(_step_logprob(x_next, *moments, executed, basis))
     return torch.stack(scored, dim=1)
 
 

@@ -77,6 +77,8 @@ def test_overrides_reach_every_section_that_shares_a_value():
         ("actor.model.model_path=nowhere", "'nowhere' is neither a folder nor a checkpoint"),
         ("RL.stochastic_steps=all", "needs RL.stochastic_steps: window"),
         ("RL.window=[]", "RL.window must list ascending step indices within 0..4"),
+        ("RL.noise_modes=9", "RL.noise_modes must be within 1..8 .*, got 9"),
+        ("RL.noise_dims=[7]", r"RL.noise_dims must be distinct and within 0..6, got \[7\]"),
         ("RL.lambda_rec=-1", "RL.lambda_rec must not be negative"),
         ("RL.reconstruction.similarity=dino", "set RL.reconstruction.encoder_path"),
         ("env.train.action_video_freq_ratio=3", "RL.video_sft needs pictures at even distances"),
@@ -100,6 +102,13 @@ def test_window_steps_must_lie_on_the_grid():
         compose("RL.stochastic_steps=window", "RL.window=[0,5]")
     run = compose("RL.stochastic_steps=window", "RL.window=[0,1]")
     assert list(run.actor.model.sampling.window) == [0, 1]
+
+
+def test_a_mean_over_actions_refuses_noise_along_few_directions():
+    with pytest.raises(ConfigError, match="take sum with RL.noise_modes"):
+        compose("RL.noise_modes=2", "RL.logprob_reduction=mean")
+    run = compose("RL.noise_modes=2", "RL.noise_dims=[0,1,2]")
+    assert list(run.actor.model.sampling.noise_dims) == [0, 1, 2]
 
 
 def test_cps_refuses_a_stochastic_last_step():
