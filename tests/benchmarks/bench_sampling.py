@@ -63,7 +63,7 @@ def measure(
 ) -> Timing:
     """Time queries of ``batch`` observations."""
     settings = {"denoising_steps": steps, "eval_denoising_steps": steps, "noise_level": 0.5}
-    run = example_run("RL.video_sft.enabled=false", f"RL.denoising_steps={steps}")
+    run = example_run("RL.video_sft.enabled=false", f"RL.denoising_steps={steps}", "RL.window=[0]")
     ours = policy_of(model, run, **settings)
     official = policy_of(model, run, **settings)
     official.wam.load_state_dict(ours.wam.state_dict())
