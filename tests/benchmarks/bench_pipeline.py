@@ -9,14 +9,11 @@ modes train the example with the same rounds and micro-batches; the first iterat
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import sys
-import tempfile
 from dataclasses import dataclass
-from pathlib import Path
 
-from process_tree import example, timed_run
+from process_tree import logged_example
 
 PLAIN = "plain (baseline)"
 MODES = {
@@ -44,19 +41,15 @@ def measure(repeats: int, *overrides: str) -> dict[str, Measured]:
     """Run every mode for one iteration more than ``repeats``."""
     measured = {}
     for mode, switches in MODES.items():
-        with tempfile.TemporaryDirectory() as folder:
-            options = [
-                f"runner.max_steps={repeats + 1}",
-                "env.train.rollout_epoch=2",
-                "actor.micro_batch_size=44",
-                "actor.global_batch_size=88",
-                "RL.degenerate=keep",
-                *switches,
-                *overrides,
-            ]
-            run = timed_run(example(Path(folder), "run", *options))
-            lines = (Path(folder) / "run/iterations.jsonl").read_text().splitlines()
-        rows = [json.loads(line) for line in lines]
+        run, rows = logged_example(
+            f"runner.max_steps={repeats + 1}",
+            "env.train.rollout_epoch=2",
+            "actor.micro_batch_size=44",
+            "actor.global_batch_size=88",
+            "RL.degenerate=keep",
+            *switches,
+            *overrides,
+        )
         seconds = [3600 * row["rollout/episodes"] / row["time/episodes_per_hour"] for row in rows]
         busy = run.busy_shares(PHASES.get(mode, "rollouts"))
         measured[mode] = Measured(rows, seconds[1:], busy[1:])

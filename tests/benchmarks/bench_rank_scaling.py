@@ -10,13 +10,10 @@ rate of 1e-12), so that every placement plays the same episodes to the end.
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import sys
-import tempfile
-from pathlib import Path
 
-from process_tree import example, timed_run
+from process_tree import logged_example
 
 PLACEMENTS = {
     "1 env, 1 rollout, 1 learner (baseline)": {},
@@ -37,22 +34,18 @@ def measure(repeats: int, *overrides: str) -> dict[str, list[dict[str, float]]]:
     """Return what each placement logged, one entry per iteration after the first."""
     measured, played = {}, None
     for name, counts in PLACEMENTS.items():
-        with tempfile.TemporaryDirectory() as folder:
-            options = [
-                f"runner.max_steps={repeats + 1}",
-                f"cluster.component_placement={placement(counts)}",
-                "env.train.rollout_epoch=2",
-                "RL.degenerate=keep",
-                "RL.action_lr=1e-12",
-                "RL.video_sft.enabled=false",
-                "actor.global_batch_size=64",
-                "actor.num_threads=1",
-                "rollout.num_threads=1",
-                *overrides,
-            ]
-            timed_run(example(Path(folder), "run", *options))
-            lines = (Path(folder) / "run/iterations.jsonl").read_text().splitlines()
-        rows = [json.loads(line) for line in lines]
+        _, rows = logged_example(
+            f"runner.max_steps={repeats + 1}",
+            f"cluster.component_placement={placement(counts)}",
+            "env.train.rollout_epoch=2",
+            "RL.degenerate=keep",
+            "RL.action_lr=1e-12",
+            "RL.video_sft.enabled=false",
+            "actor.global_batch_size=64",
+            "actor.num_threads=1",
+            "rollout.num_threads=1",
+            *overrides,
+        )
         episodes = [(row["rollout/successes"], row["env/episode_len"]) for row in rows]
         played = played or episodes
         assert episodes == played, f"{name}: {episodes} instead of {played}"

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections import defaultdict
@@ -97,3 +99,11 @@ def example(folder: Path, name: str, *overrides: str) -> list[str]:
         "runner.save_interval=-1",
         *overrides,
     ]
+
+
+def logged_example(*overrides: str) -> tuple[TimedRun, list[dict[str, float]]]:
+    """Train the example in a folder of its own; return its phases and the iterations it logged."""
+    with tempfile.TemporaryDirectory() as folder:
+        run = timed_run(example(Path(folder), "run", *overrides))
+        lines = (Path(folder) / "run/iterations.jsonl").read_text().splitlines()
+    return run, [json.loads(line) for line in lines]
