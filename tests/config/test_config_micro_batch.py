@@ -19,11 +19,11 @@ def compose(*overrides):
 
 def test_with_room_for_it_a_mini_batch_is_one_micro_batch():
     run = compose("actor.memory_gib=20")
-    assert run.actor.micro_batch_size == run.actor.global_batch_size == 256
+    assert run.actor.micro_batch_size == run.actor.global_batch_size == 128
 
 
 def test_without_a_given_amount_the_machine_is_asked():
-    assert 256 % compose().actor.micro_batch_size == 0
+    assert 128 % compose().actor.micro_batch_size == 0
 
 
 @pytest.mark.parametrize("gib", [58, 60, 70])
