@@ -61,7 +61,7 @@ def test_overrides_reach_every_section_that_shares_a_value():
         ("runner.max_steps=many", "runner.max_steps.*'many'.*[Ii]nteger"),
         ("RL.noise_level=0", "RL.noise_level must be positive, got 0"),
         ("RL.group_size=1", "RL.group_size must be at least 2"),
-        ("RL.group_size=3", "env.train.group_size = 3 must divide the 16 environments"),
+        ("RL.group_size=3", "env.train.group_size = 3 must divide the 32 environments"),
         ("env.train.total_num_envs=12", "must divide the 12 environments"),
         ("env.train.max_steps_per_rollout_epoch=90", "multiple of .*num_action_chunks = 8; use 88"),
         ("env.train.max_steps_per_rollout_epoch=80", "cuts episodes of task 0 .* take 88 steps"),
