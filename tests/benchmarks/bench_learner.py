@@ -1,13 +1,15 @@
 """Milliseconds of the learner's steps: PPO against the naive way, video SFT against a bare loop.
 
-PPO: the naive step encodes the picture, runs the video expert with gradient and projects the text
-for each macro-step, in every pass; equal gradients of the action expert are asserted. (Through the
-video expert the naive way also reaches the adapters and, once more, the proprio encoder, which PPO
-leaves out on purpose.) An update re-scores a batch and trains on it in ``RL.update_epochs`` epochs.
+PPO: the naive step encodes the picture, and for every scored denoising step runs the video expert
+with gradient and projects the text, in every pass; equal gradients of the action expert are
+asserted. (Through the video expert the naive way also reaches the adapters and, once more, the
+proprio encoder, which PPO leaves out on purpose.) An update re-scores a batch and trains on it in
+``RL.update_epochs`` epochs. The example scores a window of steps; the method as published one
+(``RL.stochastic_steps=one_random``).
 
 Video: the baseline is a loop of ``training_loss``, ``backward`` and AdamW on the same windows.
 
-    python tests/benchmarks/bench_learner.py [--model small] [--rows 32] [--repeats 5]
+    python tests/benchmarks/bench_learner.py [--model small] [--rows 32] [KEY=VALUE ...]
 """
 
 from __future__ import annotations
@@ -39,7 +41,8 @@ from rlinf_wamrl.policy_training import training_sample
 from rlinf_wamrl.rl.losses import FeatureStatistics
 
 TOLERANCE = 1e-6
-NAIVE = "naive: video with gradient, text per macro-step"
+NAIVE = "naive: video with gradient, text, per scored step"
+ONCE = "the same once per macro-step and pass"
 CACHES = ("off", "recompute", "store")
 BARE = "bare training_loss loop"
 SFT = "video SFT step"
@@ -61,9 +64,10 @@ class Timing:
         return self.step[NAIVE] / self.step["known video"]
 
 
-def learner_of(model: str, rows: int, cache: str, wrap=None) -> LoneLearner:
+def learner_of(model: str, rows: int, cache: str, wrap=None, overrides=()) -> LoneLearner:
     """A learner whose mini-batches are one micro-batch of ``rows``."""
     run = example_run(
+        *overrides,
         f"RL.wam_cache={cache}",
         f"actor.micro_batch_size={rows}",
         f"actor.global_batch_size={rows}",
@@ -94,16 +98,22 @@ def assert_equal_gradients(found: Mapping, expected: Mapping, what: str) -> None
         assert error <= TOLERANCE, f"{what}: the gradient of {name} differs by {error:.1e}"
 
 
-def measure_ppo(model: str, rows: int, repeats: int) -> tuple[dict[str, float], dict[str, float]]:
+def measure_ppo(
+    model: str, rows: int, repeats: int, overrides: Sequence[str]
+) -> tuple[dict[str, float], dict[str, float]]:
     """Time single PPO steps on ``rows`` macro-steps, and whole updates on as many."""
-    naive = learner_of(model, rows, "off", partial(OfficialPattern, video_gradient=True))
-    ours = {cache: learner_of(model, rows, cache) for cache in CACHES}
+    pattern = partial(OfficialPattern, video_gradient=True)
+    once = learner_of(model, rows, "off", pattern, overrides)
+    pattern = partial(pattern, video_in_each_call=True)
+    naive = learner_of(model, rows, "off", pattern, overrides)
+    ours = {cache: learner_of(model, rows, cache, overrides=overrides) for cache in CACHES}
     batch = recorded_rows(ours["store"].model, observations(rows))
     known = copy.copy(batch)
     unknown = dict(batch, forward_inputs=dict(batch["forward_inputs"]))
     del unknown["forward_inputs"]["video_cache"]
     ways = {
         NAIVE: (naive, unknown),
+        ONCE: (once, unknown),
         "video run in each pass": (ours["off"], unknown),
         "known video": (ours["store"], known),
     }
@@ -123,7 +133,7 @@ def measure_ppo(model: str, rows: int, repeats: int) -> tuple[dict[str, float], 
         for _ in range(learner.cfg.RL.update_epochs):
             gradients_of(learner, fresh)
 
-    updates = {NAIVE: lambda: update(naive, unknown)}
+    updates = {NAIVE: lambda: update(naive, unknown), ONCE: lambda: update(once, unknown)}
     for cache in CACHES:
         given = known if cache == "store" else unknown
         updates[f"wam_cache: {cache}"] = partial(update, ours[cache], given)
@@ -191,9 +201,15 @@ def measure_video(model: str, count: int, repeats: int) -> dict[str, list[float]
     return rounds({BARE: bare, SFT: lambda: step(0.0), SFT_KL: lambda: step(0.1)}, repeats)
 
 
-def measure(model: str = "small", rows: int = 32, windows: int = 8, repeats: int = 5) -> Timing:
+def measure(
+    model: str = "small",
+    rows: int = 32,
+    windows: int = 8,
+    repeats: int = 5,
+    overrides: Sequence[str] = (),
+) -> Timing:
     """Time everything."""
-    steps, updates = measure_ppo(model, rows, repeats)
+    steps, updates = measure_ppo(model, rows, repeats, overrides)
     video = measure_video(model, windows, 4 * repeats)
     return Timing(
         step=steps,
@@ -211,9 +227,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--windows", type=int, default=8)
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="of the example")
     options = parser.parse_args(arguments)
     torch.set_num_threads(options.threads)
-    timing = measure(options.model, options.rows, options.windows, options.repeats)
+    timing = measure(
+        options.model, options.rows, options.windows, options.repeats, options.overrides
+    )
     print(
         f"{options.model} model, {options.threads} threads, medians of {options.repeats} "
         f"(video: {4 * options.repeats}); gradients and losses equal to {TOLERANCE:g}"

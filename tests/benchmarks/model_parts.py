@@ -101,12 +101,20 @@ class OfficialPattern(nn.Module):
 
     The video's keys and values are made once per observation, but its time embedding is computed
     for each token, and the text is embedded and projected anew in every denoising step.
+
+    Args:
+        model: the one called.
+        video_gradient: the video's keys and values get a gradient.
+        video_in_each_call: nothing is kept of the video: every velocity runs its layers again.
     """
 
-    def __init__(self, model: WAM, *, video_gradient: bool = False) -> None:
+    def __init__(
+        self, model: WAM, *, video_gradient: bool = False, video_in_each_call: bool = False
+    ) -> None:
         super().__init__()
         self.inner = model
         self._video_gradient = video_gradient
+        self._video_in_each_call = video_in_each_call
         expert = model.video_expert
 
         def embed_tokens(timestep: Tensor | None, frames: int) -> tuple[Tensor, Tensor]:
@@ -123,8 +131,11 @@ class OfficialPattern(nn.Module):
         except AttributeError:
             return getattr(self.inner, name)
 
-    def prefill(self, state: WAMState) -> tuple[Tensor, ActionCache]:
-        """As the model's, with a text per observation."""
+    def prefill(self, state: WAMState) -> WAMState | tuple[Tensor, ActionCache]:
+        """As the model's, with a text per observation; or the state itself, if nothing is kept."""
+        return state if self._video_in_each_call else self._run_video(state)
+
+    def _run_video(self, state: WAMState) -> tuple[Tensor, ActionCache]:
         model, rows = self.inner, state.context_rows
         state = replace(
             state,
@@ -143,7 +154,7 @@ class OfficialPattern(nn.Module):
 
     def action_velocity(self, actions: Tensor, timestep: Tensor, kept) -> Tensor:
         """As the model's, with the text projected anew."""
-        context, cache = kept
+        context, cache = self._run_video(kept) if self._video_in_each_call else kept
         projected = self.inner.action_expert.context_keys_values(context)
         keys, values = zip(*projected, strict=True)
         return self.inner.action_velocity(

@@ -35,6 +35,7 @@ SHORT = [
     "actor.global_batch_size=32",
     "actor.micro_batch_size=16",
     "RL.action_lr=5.0e-5",  # so few episodes allow no large step
+    "RL.recompute_logprobs=true",
     "actor.optim.lr_warmup_steps=0",  # it would leave the first iteration without one
     "RL.video_sft.warmup=0",
     "RL.video_sft.steps=2",

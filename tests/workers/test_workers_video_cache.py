@@ -12,11 +12,21 @@ from rlinf_wamrl.config.compose import compose_run
 from rlinf_wamrl.wam.lora import inject_lora, select_trainable
 
 
+@pytest.fixture(autouse=True)
+def one_thread():
+    """Two threads may share a sum differently from call to call, on some processors."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
 def run_with(**overrides):
     given = {
         "actor.micro_batch_size": BATCH,
         "actor.global_batch_size": BATCH,
         "RL.action_lr": 1e-2,
+        "RL.recompute_logprobs": "true",
         **overrides,
     }
     return compose_run(EXAMPLES / "libero_wamrl.yaml", [f"{k}={v}" for k, v in given.items()])
