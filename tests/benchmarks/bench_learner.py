@@ -5,7 +5,7 @@ with gradient and projects the text, in every pass; equal gradients of the actio
 asserted. (Through the video expert the naive way also reaches the adapters and, once more, the
 proprio encoder, which PPO leaves out on purpose.) An update re-scores a batch and trains on it in
 ``RL.update_epochs`` epochs. The example scores a window of steps; the method as published one
-(``RL.stochastic_steps=one_random``).
+(``RL.stochastic_steps=one_random RL.window=[]``).
 
 Video: the baseline is a loop of ``training_loss``, ``backward`` and AdamW on the same windows.
 

@@ -97,6 +97,7 @@ def example(folder: Path, name: str, *overrides: str) -> list[str]:
         "runner.eval_before_training=false",
         "runner.val_check_interval=-1",
         "runner.save_interval=-1",
+        "env.train.total_num_envs=16",  # what the tables were measured with
         *overrides,
     ]
 
