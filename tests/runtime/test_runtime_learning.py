@@ -18,13 +18,16 @@ def test_the_example_learns_to_lift_the_cube(tmp_path):
 
     Intervals of two equal success rates stay apart in about 1 of 200 pairs of evaluations
     (z > 1.96 * sqrt 2), and the policy that is evaluated is deterministic, so what moves the rate
-    is training.
+    is training. The run is the first 16 iterations of 24 whose rate decays; all six runs of the
+    study (RESULTS.md) were beyond that margin by then.
     """
     command = [
         *(sys.executable, "-m", "rlinf_wamrl", "run", str(EXAMPLE)),
-        "runner.max_steps=14",
-        "runner.val_check_interval=14",
-        "actor.optim.lr_scheduler=constant",  # so few iterations leave no time to slow down
+        "runner.max_steps=16",
+        "runner.val_check_interval=16",
+        "actor.optim.total_training_steps=24",
+        *("actor.seed=1", "env.train.seed=1"),
+        *("actor.num_threads=1", "rollout.num_threads=1"),
         "runner.save_interval=-1",
         f"runner.logger.log_path={tmp_path}",
         "runner.logger.experiment_name=run",
