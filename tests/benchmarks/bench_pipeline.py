@@ -1,7 +1,9 @@
 """Learning while collecting: pipeline and asynchronous mode against taking turns.
 
 Baseline: the plain mode, which collects an iteration's rollouts and then learns from them. All
-modes train the example with the same rounds and micro-batches; the first iteration warms up.
+modes train the example as it ships, 32 environments in four rounds; the first iteration warms up.
+Weights are left as they are (learning rates of 1e-12), so that all modes play the same episodes and
+learn from the same macro-steps to the end.
 
     python tests/benchmarks/bench_pipeline.py --repeats 5
 """
@@ -9,6 +11,7 @@ modes train the example with the same rounds and micro-batches; the first iterat
 from __future__ import annotations
 
 import argparse
+import os
 import statistics
 import sys
 from dataclasses import dataclass
@@ -26,11 +29,12 @@ PHASES = {"pipeline": "rollouts and learning"}
 
 @dataclass(frozen=True)
 class Measured:
-    """One mode: its iterations, and the share of the cores that its rollouts used."""
+    """One mode: its iterations, the share of the cores its rollouts used, its CPU seconds."""
 
     rows: list[dict[str, float]]
     seconds: list[float]
     busy: list[float]
+    used: list[float]
 
     def median(self, *names: str) -> float:
         """Return the median of a sum of recorded values."""
@@ -43,23 +47,24 @@ def measure(repeats: int, *overrides: str) -> dict[str, Measured]:
     for mode, switches in MODES.items():
         run, rows = logged_example(
             f"runner.max_steps={repeats + 1}",
-            "env.train.rollout_epoch=2",
-            "actor.micro_batch_size=44",
-            "actor.global_batch_size=88",
-            "RL.degenerate=keep",
+            "env.train.total_num_envs=32",
+            "RL.action_lr=1e-12",
+            "RL.video_sft.lr=1e-12",
             *switches,
             *overrides,
         )
         seconds = [3600 * row["rollout/episodes"] / row["time/episodes_per_hour"] for row in rows]
         busy = run.busy_shares(PHASES.get(mode, "rollouts"))
-        measured[mode] = Measured(rows, seconds[1:], busy[1:])
+        used = run.cpu_seconds_between("… sending weights")
+        measured[mode] = Measured(rows, seconds[1:], busy[1:], used[1:])
         print(f"{mode}: {' '.join(f'{value:.1f}' for value in seconds)} s", file=sys.stderr)
-    first = [result.rows[0] for result in measured.values()]
-    for row in first[1:]:  # the same rollouts by the same weights
-        assert row["rollout/successes"] == first[0]["rollout/successes"]
-        assert row["env/episode_len"] == first[0]["env/episode_len"]
+    baseline = measured[PLAIN].rows
+    for mode, result in measured.items():
+        for row, theirs in zip(result.rows, baseline, strict=True):
+            for name in ("rollout/successes", "env/episode_len"):
+                assert row[name] == theirs[name], f"{mode}: {name} {row[name]} not {theirs[name]}"
     ahead = measured["asynchronous"].rows[0]
-    assert ahead["train/actor/policy_loss"] == first[0]["train/actor/policy_loss"]
+    assert ahead["train/actor/policy_loss"] == baseline[0]["train/actor/policy_loss"]
     return measured
 
 
@@ -73,7 +78,11 @@ def main() -> None:
     plain = measured[PLAIN]
     rollout = plain.median("time/rollouts")
     learner = plain.median("time/advantages", "time/learning")
-    print(f"plain mode: rollouts {rollout:.1f} s, learner {learner:.1f} s per iteration\n")
+    least = statistics.median(plain.used) / os.cpu_count()
+    print(
+        f"plain mode: rollouts {rollout:.1f} s, learner {learner:.1f} s per iteration; its CPU "
+        f"time over all cores: {least:.1f} s, {least / max(rollout, learner):.2f} of the maximum\n"
+    )
     print(
         "| mode | s per iteration | of max(rollout, learner) | of their sum | cores busy ", end=""
     )

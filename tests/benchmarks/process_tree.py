@@ -50,6 +50,11 @@ class TimedRun:
         """Return seconds and CPU seconds until the first line with ``words``."""
         return next((at, used) for line, at, used in self.moments if words in line)
 
+    def cpu_seconds_between(self, words: str) -> list[float]:
+        """Return the CPU seconds from each line with ``words`` to the next one."""
+        used = [cpu for line, _, cpu in self.moments if words in line]
+        return [after - before for before, after in zip(used, used[1:], strict=False)]
+
     def busy_shares(self, phase: str) -> list[float]:
         """Return the share of all cores that the run used, in each phase of this name."""
         shares = []

@@ -28,8 +28,20 @@ def test_phases_are_read_from_what_a_run_prints():
     assert run.busy_shares("rollouts") == [2.0 / os.cpu_count()]
 
 
+def test_cpu_time_between_two_lines():
+    run = process_tree.TimedRun(
+        [
+            ("… weights", 0.0, 1.0),
+            ("… rollouts", 1.0, 2.0),
+            ("… weights", 4.0, 5.5),
+            ("end", 9.0, 9.0),
+        ]
+    )
+    assert run.cpu_seconds_between("weights") == [4.5]
+
+
 @pytest.mark.slow
-def test_all_modes_collect_the_same_first_rollouts():
+def test_all_modes_collect_the_same_rollouts():
     measured = bench_pipeline.measure(1, "env.train.rollout_epoch=1")
     assert set(measured) == set(bench_pipeline.MODES)
     assert all(len(result.seconds) == 1 for result in measured.values())
