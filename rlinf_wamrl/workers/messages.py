@@ -6,21 +6,19 @@ its images.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
-from rlinf.scheduler import merge_batches, split_batch
+from rlinf.scheduler import Channel, Worker, merge_batches, split_batch
 
 from rlinf_wamrl.data.interface import PolicyInput
 from rlinf_wamrl.data.wire import pack_message, unpack_message
 
 __all__ = [
-    "merge_observations",
-    "merge_requests",
-    "observation_rows",
     "pack_observation_shards",
     "pack_request_shards",
-    "request_rows",
-    "unpack_request",
+    "receive_observation",
+    "receive_request",
 ]
 
 
@@ -34,26 +32,60 @@ def pack_observation_shards(observation: dict[str, Any], sizes: list[int]) -> li
     return [pack_message(shard) for shard in split_batch(observation, sizes)]
 
 
-def request_rows(packed: dict[str, Any]) -> int:
-    """Return the batch size of a packed request."""
+async def receive_request(
+    worker: Worker, channel: Channel, tag: str, stage: int, batch_size: int
+) -> PolicyInput:
+    """Wait for the ``batch_size`` rows of a pipeline stage's next request."""
+    received = await _receive(
+        worker, channel, tag, stage, batch_size, merge=_merge_requests, rows=_request_rows
+    )
+    return received if isinstance(received, PolicyInput) else unpack_message(received)
+
+
+async def receive_observation(
+    worker: Worker, channel: Channel, tag: str, stage: int, batch_size: int
+) -> dict[str, Any]:
+    """Wait for the ``batch_size`` rows of a pipeline stage's next observation dict."""
+    received = await _receive(
+        worker, channel, tag, stage, batch_size, merge=_merge_observations, rows=_observation_rows
+    )
+    return received if "states" in received else unpack_message(received)
+
+
+async def _receive(
+    worker: Worker,
+    channel: Channel,
+    tag: str,
+    stage: int,
+    batch_size: int,
+    *,
+    merge: Callable[[list[dict[str, Any]]], Any],
+    rows: Callable[[dict[str, Any]], int],
+) -> Any:
+    """Return what one env worker sent, still packed, or what several sent, merged."""
+    return await worker.recv_from(
+        group_name=worker.cfg.env.group_name,
+        channel=channel,
+        tag=tag,
+        route_key=stage,
+        async_op=True,
+        batch_size=batch_size,
+        merge_fn=merge,
+        infer_batch_size_fn=rows,
+    ).async_wait()
+
+
+def _request_rows(packed: dict[str, Any]) -> int:
     return sum(unpack_message(packed).request_sizes)
 
 
-def merge_requests(packed: list[dict[str, Any]]) -> PolicyInput:
-    """Join the shards that several senders made."""
+def _merge_requests(packed: list[dict[str, Any]]) -> PolicyInput:
     return PolicyInput.merge([unpack_message(shard) for shard in packed])
 
 
-def observation_rows(packed: dict[str, Any]) -> int:
-    """Return the batch size of a packed observation."""
+def _observation_rows(packed: dict[str, Any]) -> int:
     return unpack_message(packed)["states"].shape[0]
 
 
-def merge_observations(packed: list[dict[str, Any]]) -> dict[str, Any]:
-    """Join the observation shards that several senders made."""
+def _merge_observations(packed: list[dict[str, Any]]) -> dict[str, Any]:
     return merge_batches([unpack_message(shard) for shard in packed])
-
-
-def unpack_request(received: Any) -> Any:
-    """Unpack what arrived from one sender; what :func:`merge_requests` joined is ready."""
-    return received if isinstance(received, PolicyInput) else unpack_message(received)

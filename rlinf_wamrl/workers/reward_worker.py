@@ -14,10 +14,9 @@ from rlinf.models import get_model
 from rlinf.scheduler import Channel, Worker
 from torch import Tensor
 
-from rlinf_wamrl.data.wire import unpack_message
 from rlinf_wamrl.rl.reward import place_in_last_executed
 from rlinf_wamrl.workers.imagination import ImaginationReward, chunk_records
-from rlinf_wamrl.workers.messages import merge_observations, observation_rows
+from rlinf_wamrl.workers.messages import receive_observation
 
 __all__ = ["REWARD_TAG", "WAMRewardWorker"]
 
@@ -47,17 +46,9 @@ class WAMRewardWorker(Worker):
         """Serve one iteration."""
         for _ in range(self.requests):
             for stage in range(self.stage_num):
-                received = await self.recv_from(
-                    group_name=self.cfg.env.group_name,
-                    channel=input_channel,
-                    tag=REWARD_TAG,
-                    route_key=stage,
-                    async_op=True,
-                    batch_size=self.batch_size,
-                    merge_fn=merge_observations,
-                    infer_batch_size_fn=observation_rows,
-                ).async_wait()
-                chunk = received if "states" in received else unpack_message(received)
+                chunk = await receive_observation(
+                    self, input_channel, REWARD_TAG, stage, self.batch_size
+                )
                 self.send_to(
                     group_name=self.cfg.env.group_name,
                     channel=output_channel,

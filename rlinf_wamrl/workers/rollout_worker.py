@@ -17,20 +17,14 @@ from rlinf.workers.rollout.hf.huggingface_worker import MultiStepRolloutWorker
 from rlinf_wamrl.checkpoint import read_trained_weights
 from rlinf_wamrl.data.interface import EnvPart, PolicyInput, PolicyOutput, PolicyPart
 from rlinf_wamrl.data.plan import TrajectoryMode, TrajectoryPlan, option
-from rlinf_wamrl.data.wire import pack_message, unpack_message
+from rlinf_wamrl.data.wire import pack_message
 from rlinf_wamrl.workers.env_worker import (
     EVAL_ACTIONS_TAG,
     EVAL_INPUT_TAG,
     TRAIN_ACTIONS_TAG,
     TRAIN_INPUT_TAG,
 )
-from rlinf_wamrl.workers.messages import (
-    merge_observations,
-    merge_requests,
-    observation_rows,
-    request_rows,
-    unpack_request,
-)
+from rlinf_wamrl.workers.messages import receive_observation, receive_request
 
 __all__ = ["WAMRolloutWorker"]
 
@@ -92,7 +86,9 @@ class WAMRolloutWorker(MultiStepRolloutWorker):
         for _ in range(self.eval_rollout_epoch):
             for _ in range(self.n_eval_chunk_steps):
                 for stage in range(self.num_pipeline_stages):
-                    observation = await self._receive_eval(input_channel, stage)
+                    observation = await receive_observation(
+                        self, input_channel, EVAL_INPUT_TAG, stage, self.eval_batch_size
+                    )
                     actions, _ = self.predict(observation, mode="eval")
                     self._send_actions(
                         output_channel, actions, stage, EVAL_ACTIONS_TAG, self.eval_batch_size
@@ -101,30 +97,7 @@ class WAMRolloutWorker(MultiStepRolloutWorker):
             self.offload_model()
 
     async def _receive_train(self, channel: Channel, stage: int) -> PolicyInput:
-        received = await self.recv_from(
-            group_name=self.cfg.env.group_name,
-            channel=channel,
-            tag=TRAIN_INPUT_TAG,
-            route_key=stage,
-            async_op=True,
-            batch_size=self.train_batch_size,
-            merge_fn=merge_requests,
-            infer_batch_size_fn=request_rows,
-        ).async_wait()
-        return unpack_request(received)
-
-    async def _receive_eval(self, channel: Channel, stage: int) -> dict[str, Any]:
-        received = await self.recv_from(
-            group_name=self.cfg.env.group_name,
-            channel=channel,
-            tag=EVAL_INPUT_TAG,
-            route_key=stage,
-            async_op=True,
-            batch_size=self.eval_batch_size,
-            merge_fn=merge_observations,
-            infer_batch_size_fn=observation_rows,
-        ).async_wait()
-        return received if "states" in received else unpack_message(received)
+        return await receive_request(self, channel, TRAIN_INPUT_TAG, stage, self.train_batch_size)
 
     def _answer(
         self, request: PolicyInput, stage: int, output_channel: Channel, actor_channel: Channel
