@@ -61,7 +61,7 @@ _CHOICES = {
     "RL.sde": ("sde", "cps"),
     "RL.initial_noise": ("episode", "group"),
     "RL.logprob_reduction": ("sum", "mean"),
-    "RL.wam_cache": ("store", "recompute", "off"),
+    "RL.wam_cache": ("store", "recompute", "none"),
     "RL.degenerate": ("drop", "rec_only", "keep"),
     "RL.reconstruction.source": ("frozen", "live", "rollout"),
     "RL.reconstruction.similarity": ("pixel_mse", "optical_flow", "dino", "vjepa"),

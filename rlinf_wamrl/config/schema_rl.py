@@ -118,7 +118,7 @@ class RLConfig:
     """Keys and values of the video, which the action expert reads and PPO leaves as they are.
     recompute: the learner makes them once per macro-step and keeps them over all passes of an
     update (small model 64 KiB per macro-step, 5B 36 MB, in idm mode 108 MB). store: the rollout
-    sends them along; made again where the learner's weights are no longer those that acted. off:
+    sends them along; made again where the learner's weights are no longer those that acted. none:
     made anew in every pass, without memory, and following the proprio encoder as it trains."""
     group_size: int = 8
     """Episodes that share task and initial state; their mean return is the baseline."""

@@ -176,7 +176,7 @@ class WAMLearner(TwoHalvesActor):
         all ranks if on one.
         """
         choice, records = self.cfg.RL.wam_cache, rows["forward_inputs"]
-        if choice == "off":
+        if choice == "none":
             return
         if choice == "store":
             has_trained = self.optimizer_steps != self._steps_at_version

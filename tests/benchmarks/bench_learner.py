@@ -43,7 +43,7 @@ from rlinf_wamrl.rl.losses import FeatureStatistics
 TOLERANCE = 1e-6
 NAIVE = "naive: video with gradient, text, per scored step"
 ONCE = "the same once per macro-step and pass"
-CACHES = ("off", "recompute", "store")
+CACHES = ("none", "recompute", "store")
 BARE = "bare training_loss loop"
 SFT = "video SFT step"
 SFT_KL = "video SFT step with feature KL"
@@ -103,9 +103,9 @@ def measure_ppo(
 ) -> tuple[dict[str, float], dict[str, float]]:
     """Time single PPO steps on ``rows`` macro-steps, and whole updates on as many."""
     pattern = partial(OfficialPattern, video_gradient=True)
-    once = learner_of(model, rows, "off", pattern, overrides)
+    once = learner_of(model, rows, "none", pattern, overrides)
     pattern = partial(pattern, video_in_each_call=True)
-    naive = learner_of(model, rows, "off", pattern, overrides)
+    naive = learner_of(model, rows, "none", pattern, overrides)
     ours = {cache: learner_of(model, rows, cache, overrides=overrides) for cache in CACHES}
     batch = recorded_rows(ours["store"].model, observations(rows))
     known = copy.copy(batch)
@@ -114,7 +114,7 @@ def measure_ppo(
     ways = {
         NAIVE: (naive, unknown),
         ONCE: (once, unknown),
-        "video run in each pass": (ours["off"], unknown),
+        "video run in each pass": (ours["none"], unknown),
         "known video": (ours["store"], known),
     }
     gradients = {}
@@ -159,7 +159,7 @@ def windows_of(policy, count: int) -> VideoWindows:
 
 def measure_video(model: str, count: int, repeats: int) -> dict[str, list[float]]:
     """Time steps of video training on ``count`` windows."""
-    learner = learner_of(model, 8, "off")
+    learner = learner_of(model, 8, "none")
     policy, parameters = learner.model, learner.video_parameters
     windows = windows_of(policy, count)
     records = recorded_rows(policy, observations(16))["forward_inputs"]

@@ -73,7 +73,7 @@ def test_overrides_reach_every_section_that_shares_a_value():
         ("env.train.task_ids=[9]", r"env.train.task_ids=\[9\].*lift the red cube"),
         ("actor.global_batch_size=48", "multiple of actor.micro_batch_size x actor ranks = 32 x 1"),
         ("actor.model.precision=fp8", "must be one of fp32, bf16, got 'fp8'"),
-        ("RL.wam_cache=keep", "RL.wam_cache must be one of store, recompute, off, got 'keep'"),
+        ("RL.wam_cache=keep", "RL.wam_cache must be one of store, recompute, none, got 'keep'"),
         ("actor.model.model_path=nowhere", "'nowhere' is neither a folder nor a checkpoint"),
         ("RL.stochastic_steps=all", "needs RL.stochastic_steps: window"),
         ("RL.window=[]", "RL.window must list ascending step indices within 0..4"),

@@ -71,13 +71,13 @@ def test_stored_and_recomputed_caches_give_the_same_update_bit_for_bit(mode):
 def test_a_single_step_is_the_same_without_a_cache():
     once = {"RL.update_epochs": 1}
     results = {}
-    for choice in ("recompute", "off"):
+    for choice in ("recompute", "none"):
         learner = learner_of(choice, **once)
         results[choice] = weights_after(learner, recorded_rows(learner.model, observations()))
-    assert torch.equal(results["recompute"], results["off"])
+    assert torch.equal(results["recompute"], results["none"])
 
 
-@pytest.mark.parametrize(("choice", "prefills"), [("store", 0), ("recompute", 1), ("off", 4)])
+@pytest.mark.parametrize(("choice", "prefills"), [("store", 0), ("recompute", 1), ("none", 4)])
 def test_one_prefill_serves_all_passes_of_an_update(choice, prefills):
     learner = learner_of(choice, **{"RL.update_epochs": 3})
     rows = recorded_rows(learner.model, observations())
