@@ -160,6 +160,7 @@ def test_ablations_switch_what_they_are_named_after():
     assert not actor_only.RL.video_sft.enabled and actor_only.RL.lambda_rec == 0
     assert no_kl.RL.video_sft.enabled and no_kl.RL.video_sft.lambda_kl == 0
     assert not compose("+ablation=video_only").RL.train_actions
+    assert compose("+ablation=action_loss").RL.video_sft.lambda_action == 1
     assert compose("+ablation=recon_only").RL.task_reward_weight == 0
     assert compose("+ablation=reward_flow").RL.reconstruction.similarity == "optical_flow"
 
