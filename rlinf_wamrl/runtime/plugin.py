@@ -13,6 +13,7 @@ from rlinf_wamrl.runtime.rlinf_compat import (
     add_environment_type,
     install_cpu_platform,
     let_fsdp1_run_on_cpu,
+    share_gloo_devices,
 )
 
 __all__ = ["ADVANTAGE_NAME", "ENV_TYPE", "LOSS_NAME", "MODEL_TYPE", "register"]
@@ -30,6 +31,7 @@ def register() -> None:
 
     install_cpu_platform()
     let_fsdp1_run_on_cpu()
+    share_gloo_devices()
     add_environment_type(ENV_TYPE, "rlinf_wamrl.envs.rlinf_env:WAMLiberoEnv")
     register_model(MODEL_TYPE, _build_policy, category="embodied", force=True)
     register_policy_loss(LOSS_NAME)(ppo_flow_loss)
