@@ -2,7 +2,7 @@
 
 Baseline: the plain mode, which collects an iteration's rollouts and then learns from them. All
 modes train the example as it ships, 32 environments in four rounds; the first iteration warms up.
-Weights are left as they are (learning rates of 1e-12), so that all modes play the same episodes and
+Weights are left as they are (learning rates of 1e-30), so that all modes play the same episodes and
 learn from the same macro-steps to the end.
 
     python tests/benchmarks/bench_pipeline.py --repeats 5
@@ -48,8 +48,8 @@ def measure(repeats: int, *overrides: str) -> dict[str, Measured]:
         run, rows = logged_example(
             f"runner.max_steps={repeats + 1}",
             "env.train.total_num_envs=32",
-            "RL.action_lr=1e-12",
-            "RL.video_sft.lr=1e-12",
+            "RL.action_lr=1e-30",
+            "RL.video_sft.lr=1e-30",
             *switches,
             *overrides,
         )
