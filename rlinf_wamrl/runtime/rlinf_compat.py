@@ -153,7 +153,8 @@ def share_gloo_devices() -> None:
     """Let one thread serve all gloo groups of a process.
 
     0.3.0 gives each pair of workers three groups of their own, and torch gives each group a device
-    whose thread wakes a hundred times a second: on two cores some 6 % of the CPU time of a run. Interfaces are chosen as torch does.
+    whose thread wakes a hundred times a second: on two cores some 6 % of the CPU time of a run.
+    Interfaces are chosen as torch does.
     """
     from torch.distributed import distributed_c10d
 
