@@ -24,7 +24,13 @@ from rlinf_wamrl.wam.checkpoint_files import (
 )
 from rlinf_wamrl.wam.config import WAMConfig, fastwam_5b
 
-__all__ = ["PATH_KEYS", "Checkpoint", "resolve_checkpoint", "shipped_checkpoints"]
+__all__ = [
+    "PATH_KEYS",
+    "Checkpoint",
+    "checkpoint_path",
+    "resolve_checkpoint",
+    "shipped_checkpoints",
+]
 
 _ROOT = Path(__file__).parent.parent / "pretrained"
 
@@ -69,6 +75,11 @@ def shipped_checkpoints() -> list[str]:
     return sorted(entry.name for entry in _ROOT.iterdir() if (entry / "config.json").is_file())
 
 
+def checkpoint_path(name: str) -> Path:
+    """Return where a checkpoint is, given the name of one that ships or a path."""
+    return _ROOT / name if name in shipped_checkpoints() else Path(name)
+
+
 def resolve_checkpoint(model: Mapping[str, Any]) -> Checkpoint:
     """Find the checkpoint of a configuration and the model it describes.
 
@@ -83,7 +94,7 @@ def resolve_checkpoint(model: Mapping[str, Any]) -> Checkpoint:
             other; the message names the key.
     """
     name = str(model["model_path"])
-    path = _ROOT / name if name in shipped_checkpoints() else Path(name)
+    path = checkpoint_path(name)
     if path.is_file():
         return _fastwam(path, model)
     if all((path / file).is_file() for file in FOLDER_FILES):

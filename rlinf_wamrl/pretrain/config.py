@@ -86,6 +86,9 @@ class PretrainConfig:
     """Folder of the recorded episodes, a LeRobot dataset."""
     output_dir: str = "runs/pretrained"
     """Folder of the checkpoint."""
+    start_from: str | None = None
+    """Checkpoint to train further, the name of a shipped one or a folder: its weights,
+    autoencoder and normalisation are kept, so sizes must be its own. null starts anew."""
     demos: DemosConfig = field(default_factory=DemosConfig)
     """What is recorded."""
     latent_channels: int = 48

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -13,13 +13,15 @@ from typing import Any
 import torch
 from omegaconf import DictConfig, OmegaConf
 
+from rlinf_wamrl.config.checkpoints import checkpoint_path, shipped_checkpoints
+from rlinf_wamrl.data.recorded_episode import Episode
 from rlinf_wamrl.policy import SamplingSettings, WAMPolicy
 from rlinf_wamrl.pretrain.dataset import Windows, episode_videos, load_successes, statistics_of
 from rlinf_wamrl.pretrain.evaluate import Played, evaluate_pretrained, pretrained_policy
 from rlinf_wamrl.pretrain.imagine import imagine_pretrained
 from rlinf_wamrl.processing import Processor, ProcessorConfig
 from rlinf_wamrl.wam.config import ACTION_INFER_MODES, WAMConfig
-from rlinf_wamrl.wam.pretrained import PretrainedWAM, save_pretrained
+from rlinf_wamrl.wam.pretrained import PretrainedWAM, load_pretrained, save_pretrained
 from rlinf_wamrl.wam.text import HashedWordEncoder
 from rlinf_wamrl.wam.vae import reconstruction_psnr
 from rlinf_wamrl.wam.vae_patch import PatchVAE, PatchVAEConfig
@@ -35,7 +37,7 @@ FIT_STRIDE = 48
 
 
 def pretrain(cfg: DictConfig, report: Callable[[str], None] = print) -> PretrainedWAM:
-    """Fit the autoencoder, train the model, save the checkpoint.
+    """Fit the autoencoder or load a checkpoint, train the model, save it.
 
     Args:
         cfg: a :class:`~rlinf_wamrl.pretrain.config.PretrainConfig`.
@@ -44,46 +46,24 @@ def pretrain(cfg: DictConfig, report: Callable[[str], None] = print) -> Pretrain
     if cfg.train.num_threads:
         torch.set_num_threads(cfg.train.num_threads)
     episodes = load_successes(cfg.demos_dir)
-    size = cfg.demos.image_size
-    processor = Processor.build(
-        ProcessorConfig(image_height=size, image_width=size, gripper_convention="libero"),
-        statistics_of(episodes),
-    )
     window = {
         "horizon": cfg.model.action_horizon,
         "num_frames": cfg.model.num_video_frames,
     }
-    vae_config = PatchVAEConfig(
-        image_height=size,
-        image_width=2 * size,
-        latent_channels=cfg.latent_channels,
-        scale=cfg.latent_scale,
-    )
-    held_out = episodes[::HOLD_OUT]
-    fitted = [episode for index, episode in enumerate(episodes) if index % HOLD_OUT] or episodes
-    vae = PatchVAE.fit(episode_videos(fitted, processor, stride=FIT_STRIDE, **window), vae_config)
-    text_dim = cfg.model.video_dit_config.text_dim
-    text_encoder = HashedWordEncoder(dim=text_dim, length=cfg.text_length)
-    windows = Windows.build(episodes, processor, vae, text_encoder, **window)
+    start = _trained_before(cfg) if cfg.start_from else _untrained(cfg, episodes, window)
+    processor, vae = start.processor, start.vae
+    windows = Windows.build(episodes, processor, vae, start.text_encoder, **window)
     quality = reconstruction_psnr(
-        vae, episode_videos(held_out, processor, stride=FIT_STRIDE, **window)
+        vae, episode_videos(episodes[::HOLD_OUT], processor, stride=FIT_STRIDE, **window)
     )
     report(f"{len(episodes)} successful episodes, {len(windows)} windows; {quality}")
-    model_config = OmegaConf.to_container(cfg.model, resolve=True)
-    model_config["video_dit_config"]["in_dim"] = cfg.latent_channels
-    model_config["video_dit_config"]["out_dim"] = cfg.latent_channels
-    torch.manual_seed(cfg.train.seed)
-    model = WAM(WAMConfig.from_dict(model_config), vae)
-    averaged = train_wam(model, windows, cfg.train, report)
+    averaged = train_wam(start.model, windows, cfg.train, report)
     recipe = OmegaConf.to_container(cfg, resolve=True)
     for folder in ("demos_dir", "output_dir"):
         recipe.pop(folder)
-    pretrained = PretrainedWAM(
-        model=averaged, vae=vae, text_encoder=text_encoder, processor=processor
-    )
     training = {"autoencoder": asdict(quality), "recipe": recipe}
     # measuring takes long and may fail: the weights are kept before it begins
-    pretrained = _save(pretrained, training, cfg, report)
+    pretrained = _save(replace(start, model=averaged), training, cfg, report)
     policy = pretrained_policy(pretrained, _evaluation_settings(cfg))
     played = _play_in_each_mode(policy, cfg, report)
     trained_mode = averaged.action_infer_mode
@@ -94,6 +74,82 @@ def pretrain(cfg: DictConfig, report: Callable[[str], None] = print) -> Pretrain
     }
     measured = {"held_out_success": success, "imagination": imagined}
     return _save(pretrained, measured | training, cfg, report)
+
+
+def _untrained(
+    cfg: DictConfig, episodes: Sequence[Episode], window: Mapping[str, int]
+) -> PretrainedWAM:
+    """Fit the autoencoder and the normalisation to the data, and draw a model's weights."""
+    processor = Processor.build(_processor_config(cfg), statistics_of(episodes))
+    fitted = [episode for index, episode in enumerate(episodes) if index % HOLD_OUT] or episodes
+    videos = episode_videos(fitted, processor, stride=FIT_STRIDE, **window)
+    vae = PatchVAE.fit(videos, _vae_config(cfg))
+    torch.manual_seed(cfg.train.seed)
+    return PretrainedWAM(
+        model=WAM(_wam_config(cfg), vae),
+        vae=vae,
+        text_encoder=_text_encoder(cfg),
+        processor=processor,
+    )
+
+
+def _trained_before(cfg: DictConfig) -> PretrainedWAM:
+    """Load the checkpoint ``start_from``.
+
+    Raises:
+        FileNotFoundError: it is no checkpoint folder.
+        ValueError: its sizes are not those that the recipe describes.
+    """
+    name = f"start_from = {cfg.start_from!r}"
+    try:
+        found = load_pretrained(checkpoint_path(cfg.start_from), config=_wam_config(cfg))
+    except FileNotFoundError as error:
+        raise FileNotFoundError(
+            f"{name}: {error}; give one that ships with the package "
+            f"({', '.join(shipped_checkpoints())}) or a folder written by 'rlinf pretrain'"
+        ) from error
+    except ValueError as error:
+        raise ValueError(
+            f"{name}: {error}; keep model and latent_channels as the checkpoint has them"
+        ) from error
+    for keys, recipe, stored in (
+        ("demos.image_size", asdict(_processor_config(cfg)), asdict(found.processor.config)),
+        ("latent_scale", asdict(_vae_config(cfg)), asdict(found.vae.config)),
+        ("text_length", _text_encoder(cfg).settings, found.text_encoder.settings),
+    ):
+        for field, value in stored.items():
+            if recipe[field] != value:
+                raise ValueError(
+                    f"{name} was made with {field} = {value!r}, but {keys} makes it "
+                    f"{recipe[field]!r}: keep what the checkpoint has"
+                )
+    return found
+
+
+def _processor_config(cfg: DictConfig) -> ProcessorConfig:
+    size = cfg.demos.image_size
+    return ProcessorConfig(image_height=size, image_width=size, gripper_convention="libero")
+
+
+def _vae_config(cfg: DictConfig) -> PatchVAEConfig:
+    size = cfg.demos.image_size
+    return PatchVAEConfig(
+        image_height=size,
+        image_width=2 * size,
+        latent_channels=cfg.latent_channels,
+        scale=cfg.latent_scale,
+    )
+
+
+def _text_encoder(cfg: DictConfig) -> HashedWordEncoder:
+    return HashedWordEncoder(dim=cfg.model.video_dit_config.text_dim, length=cfg.text_length)
+
+
+def _wam_config(cfg: DictConfig) -> WAMConfig:
+    model = OmegaConf.to_container(cfg.model, resolve=True)
+    for width in ("in_dim", "out_dim"):
+        model["video_dit_config"][width] = cfg.latent_channels
+    return WAMConfig.from_dict(model)
 
 
 def _save(

@@ -109,6 +109,52 @@ def test_a_pretrained_model_is_saved_whole_with_its_measured_success(recorded):
     assert written == {"imagination.md", "imagination.json", "task_0_live.png"}
 
 
+def test_a_checkpoint_is_trained_further_with_its_own_normalisation(recorded, tmp_path):
+    folder, cfg, _ = recorded
+    cfg = OmegaConf.merge(cfg, {"train": {"steps": 0}})
+    pretrain(OmegaConf.merge(cfg, {"output_dir": f"{tmp_path}/first"}), lambda _: None)
+    few = load_pretrained(tmp_path / "first")
+    LeRobotWriter(tmp_path / "demos").append(load_successes(cfg.demos_dir)[:1])
+    further = {
+        "demos_dir": f"{tmp_path}/demos",
+        "output_dir": f"{tmp_path}/second",
+        "start_from": f"{tmp_path}/first",
+        "train": {"seed": 9},
+    }
+    pretrain(OmegaConf.merge(cfg, further), lambda _: None)
+    again = load_pretrained(tmp_path / "second")
+    assert again.processor.statistics == few.processor.statistics
+    for name, value in few.model.state_dict().items():
+        assert torch.equal(again.model.state_dict()[name], value), name
+    assert again.training["recipe"]["start_from"] == f"{tmp_path}/first"
+    pretrain(OmegaConf.merge(cfg, further, {"train": {"steps": 2}}), lambda _: None)
+    moved = load_pretrained(tmp_path / "second").model.state_dict()
+    assert not torch.equal(
+        moved["mot.mixtures.video.head.head.weight"],
+        few.model.state_dict()["mot.mixtures.video.head.head.weight"],
+    )
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        ({"start_from": "nowhere"}, FileNotFoundError, "start_from = 'nowhere'.*small"),
+        ({"latent_channels": 48}, ValueError, "patch_embedding.*keep model and latent_channels"),
+        ({"text_length": 16}, ValueError, "length = 32, but text_length makes it 16"),
+        ({"latent_scale": "channel"}, ValueError, "'global', but latent_scale makes it 'channel'"),
+    ],
+)
+def test_a_checkpoint_that_is_not_the_recipe_s_cannot_be_trained_further(
+    recorded, tmp_path, change, error, message
+):
+    _, cfg, _ = recorded
+    shipped = compose_typed(shipped_config("pretrain/small"), [], PretrainConfig)
+    further = {"start_from": "small", "output_dir": f"{tmp_path}/model", "model": shipped.model}
+    with pytest.raises(error, match=message):
+        pretrain(OmegaConf.merge(cfg, further, change), lambda _: None)
+    assert not (tmp_path / "model").exists()
+
+
 def test_what_was_trained_survives_a_measurement_that_fails(recorded, tmp_path, monkeypatch):
     def fail(*_, **__):
         raise RuntimeError("no renderer")
