@@ -2,7 +2,7 @@
 
 Baseline: one rank each. All placements train the example on the same episodes, each process on one
 thread; the first iteration warms up. The policy is left as it is between iterations (a learning
-rate of 1e-12), so that every placement plays the same episodes to the end.
+rate of 1e-30), so that every placement plays the same episodes to the end.
 
     python tests/benchmarks/bench_rank_scaling.py --repeats 5
 """
@@ -39,7 +39,7 @@ def measure(repeats: int, *overrides: str) -> dict[str, list[dict[str, float]]]:
             f"cluster.component_placement={placement(counts)}",
             "env.train.rollout_epoch=2",
             "RL.degenerate=keep",
-            "RL.action_lr=1e-12",
+            "RL.action_lr=1e-30",
             "RL.video_sft.enabled=false",
             "actor.global_batch_size=64",
             "actor.num_threads=1",
