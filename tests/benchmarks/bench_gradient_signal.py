@@ -14,6 +14,7 @@ with keys of the example, for instance ``RL.window=[0] RL.noise_level=1.0``.
 from __future__ import annotations
 
 import argparse
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -69,7 +70,7 @@ def play_iteration(env: WAMLiberoEnv, policy: WAMPolicy, rounds: int) -> dict[st
     Returns:
         Records of the macro-steps [N, ...], with their ``advantage`` [N].
     """
-    parts = []
+    parts, solved = [], []
     for _ in range(rounds):
         before, _ = env.reset()
         steps, over = [], False
@@ -79,11 +80,13 @@ def play_iteration(env: WAMLiberoEnv, policy: WAMPolicy, rounds: int) -> dict[st
             steps.append({**chosen["forward_inputs"], "executed_mask": before["executed_mask"]})
             over = bool((terminated[:, -1] | truncated[:, -1]).all())
         success = info["episode"]["success_once"].float()
+        solved.append(int(success.sum()))
         advantage = group_advantages(success, success, env.group_size).advantage
         for step in steps:
             ran = step["executed_mask"].any(dim=1).nonzero().squeeze(1)
             parts.append(select_rows({**step, "advantage": advantage}, ran))
         env.update_reset_state_ids()
+    print(f"{sum(solved)} of {rounds * env.num_envs} episodes succeeded", file=sys.stderr)
     return merge_batch_values(parts)
 
 
