@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-__all__ = ["atomic_folder", "atomic_path", "write_text_atomic"]
+__all__ = ["atomic_folder", "atomic_path", "set_aside", "write_text_atomic"]
 
 
 @contextmanager
@@ -79,6 +79,14 @@ def atomic_folder(target: str | Path, *, overwrite: bool = False) -> Iterator[Pa
             shutil.rmtree(old)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
+
+
+def set_aside(folder: Path) -> Path:
+    """Rename a folder to its name and the first free number, ``run.1``; returns the new path."""
+    number = 1
+    while folder.with_name(f"{folder.name}.{number}").exists():
+        number += 1
+    return folder.rename(folder.with_name(f"{folder.name}.{number}"))
 
 
 def _beside(target: Path, ending: str) -> Path:

@@ -2,7 +2,7 @@
 
 import pytest
 
-from rlinf_wamrl.files import atomic_folder, atomic_path, write_text_atomic
+from rlinf_wamrl.files import atomic_folder, atomic_path, set_aside, write_text_atomic
 
 
 def test_a_file_appears_whole_and_replaces_the_old_one(tmp_path):
@@ -49,3 +49,13 @@ def test_a_failed_folder_leaves_the_old_one(tmp_path):
         raise ZeroDivisionError
     assert [path.name for path in target.iterdir()] == ["a"]
     assert list(tmp_path.iterdir()) == [target]
+
+
+def test_a_folder_is_set_aside_under_the_first_free_number(tmp_path):
+    for number in (1, 2):
+        folder = tmp_path / "run"
+        folder.mkdir()
+        (folder / "log").write_text(str(number))
+        assert set_aside(folder) == tmp_path / f"run.{number}"
+        assert not folder.exists()
+    assert (tmp_path / "run.1" / "log").read_text() == "1"

@@ -5,6 +5,7 @@ Each check looks at one relation between keys. They run on plain values: no torc
 
 from __future__ import annotations
 
+import math
 import warnings
 from pathlib import Path
 from typing import Any
@@ -13,89 +14,9 @@ from omegaconf import DictConfig
 
 from rlinf_wamrl.config.checkpoints import resolve_checkpoint
 from rlinf_wamrl.config.errors import ConfigError
+from rlinf_wamrl.config.limits import CHOICES, DECAYS, FIXED, NOT_NEGATIVE, POSITIVE
 
 __all__ = ["check_lengths", "check_values", "world_size"]
-
-_POSITIVE = [
-    "RL.denoising_steps",
-    "RL.eval_denoising_steps",
-    "RL.imagination_steps",
-    "RL.noise_level",
-    "RL.clip_low",
-    "RL.clip_high",
-    "RL.update_epochs",
-    "RL.action_lr",
-    "RL.max_logprob_drift",
-    "RL.min_group_std",
-    "RL.max_resample",
-    "RL.reconstruction.max_batch",
-    "RL.video_sft.every",
-    "RL.video_sft.steps",
-    "RL.video_sft.batch_size",
-    "RL.video_sft.lr",
-    "RL.video_sft.lora_rank",
-    "RL.video_sft.buffer_mib",
-    "actor.micro_batch_size",
-    "actor.global_batch_size",
-    "actor.optim.clip_grad",
-    "actor.model.num_action_chunks",
-    "rollout.pipeline_stage_num",
-    "runner.max_epochs",
-    "runner.weight_sync_interval",
-    "runner.stall_timeout",
-    "cluster.num_nodes",
-    "cluster.object_store_gib",
-    "env.train.total_num_envs",
-    "env.train.rollout_epoch",
-    "env.train.image_size",
-    "env.train.action_video_freq_ratio",
-    "env.eval.total_num_envs",
-    "env.eval.rollout_epoch",
-    "env.eval.image_size",
-    "env.eval.action_video_freq_ratio",
-]
-
-_CHOICES = {
-    "algorithm.staleness_threshold": (0, 1),
-    "RL.stochastic_steps": ("one_random", "window", "all"),
-    "RL.sde": ("sde", "cps"),
-    "RL.initial_noise": ("episode", "group"),
-    "RL.logprob_reduction": ("sum", "mean"),
-    "RL.wam_cache": ("store", "recompute", "none"),
-    "RL.degenerate": ("drop", "rec_only", "keep"),
-    "RL.reconstruction.source": ("frozen", "live", "rollout"),
-    "RL.reconstruction.similarity": ("pixel_mse", "optical_flow", "dino", "vjepa"),
-    "RL.reconstruction.placement": ("learner", "worker"),
-    "RL.reconstruction.compare": ("pixels", "vae_roundtrip"),
-    "RL.reconstruction.weight": ("uniform", "motion"),
-    "RL.task_choice.mode": ("uniform", "learnable", "hard"),
-    "actor.model.precision": ("fp32", "bf16"),
-    "actor.fsdp_config.strategy": ("fsdp2", "fsdp", "plain"),
-    "rollout.torch_compile_mode": (
-        "default",
-        "reduce-overhead",
-        "max-autotune",
-        "max-autotune-no-cudagraphs",
-    ),
-    "actor.optim.lr_scheduler": ("constant", "cosine"),
-    "env.train.render_quality": ("stock", "fast", "light"),
-    "env.eval.render_quality": ("stock", "fast", "light"),
-}
-
-_FIXED = {
-    "runner.task_type": "embodied",
-    "actor.model.model_type": "wamrl",
-    "actor.model.is_lora": False,
-    "algorithm.adv_type": "wamrl_group",
-    "algorithm.loss_type": "wamrl_flow_ppo",
-    "algorithm.reward_type": "chunk_level",
-    "algorithm.logprob_type": "chunk_level",
-    "algorithm.entropy_bonus": 0.0,
-    "env.train.auto_reset": False,
-    "env.eval.auto_reset": False,
-    "critic.use_critic_model": False,
-    "reward.use_reward_model": False,
-}
 
 
 def check_values(run: DictConfig) -> None:
@@ -103,15 +24,21 @@ def check_values(run: DictConfig) -> None:
 
     What will work, but worse than it could, is a warning.
     """
-    for key in _POSITIVE:
+    for key in POSITIVE:
         if _get(run, key) <= 0:
             raise ConfigError(f"{key} must be positive, got {_get(run, key)}")
-    for key, options in _CHOICES.items():
+    for key in NOT_NEGATIVE:
+        if _get(run, key) < 0:
+            raise ConfigError(f"{key} must not be negative, got {_get(run, key)}")
+    for key in DECAYS:
+        if not 0 <= _get(run, key) < 1:
+            raise ConfigError(f"{key} must be within [0, 1), got {_get(run, key)}")
+    for key, options in CHOICES.items():
         if _get(run, key) not in options:
             raise ConfigError(
                 f"{key} must be one of {', '.join(map(str, options))}, got {_get(run, key)!r}"
             )
-    for key, value in _FIXED.items():
+    for key, value in FIXED.items():
         if _get(run, key) != value:
             raise ConfigError(f"{key} must be {value!r} for this method, got {_get(run, key)!r}")
     _check_sampling(run)
@@ -121,6 +48,7 @@ def check_values(run: DictConfig) -> None:
     _check_group(run)
     _check_batch(run)
     _check_model(run)
+    _check_intervals(run)
     _check_files(run)
     _check_renderer()
 
@@ -178,6 +106,11 @@ def _check_sampling(run: DictConfig) -> None:
     if rl.ignore_last and steps == 1:
         raise ConfigError(
             "RL.ignore_last: true leaves no stochastic step with RL.denoising_steps 1"
+        )
+    if rl.ignore_last and steps - 1 in rl.window:
+        raise ConfigError(
+            f"RL.ignore_last: true contradicts the last step, {steps - 1}, in RL.window = "
+            f"{list(rl.window)}; drop one of them"
         )
     last_is_noisy = rl.ignore_last is False or steps == 1
     if rl.stochastic_steps == "window":
@@ -247,9 +180,6 @@ def _check_renderer() -> None:
 def _check_halves(run: DictConfig) -> None:
     """Check what the reconstruction reward and the video half need."""
     rl, env, chunk = run.RL, run.env.train, run.actor.model.num_action_chunks
-    for key in ("RL.lambda_rec", "RL.task_reward_weight", "RL.video_sft.lambda_kl"):
-        if _get(run, key) < 0:
-            raise ConfigError(f"{key} must not be negative, got {_get(run, key)}")
     if not rl.train_actions and not rl.video_sft.enabled:
         raise ConfigError("RL.train_actions: false needs RL.video_sft.enabled: nothing would train")
     if rl.task_reward_weight == 0 and rl.lambda_rec == 0:
@@ -357,10 +287,24 @@ def _check_model(run: DictConfig) -> None:
                 f"imagines one, every {ratio:g} actions ({config.num_video_frames} frames over "
                 f"{config.action_horizon} actions): use {ratio:g} or a divisor of it"
             )
+    env = run.env.train
+    if run.RL.lambda_rec > 0 and env.num_future_frames * env.action_video_freq_ratio < ratio:
+        raise ConfigError(
+            f"RL.lambda_rec > 0 compares with frames imagined every {ratio:g} actions, but "
+            f"env.train.num_future_frames = {env.num_future_frames} at every "
+            f"{env.action_video_freq_ratio} do not reach the first: take at least "
+            f"{math.ceil(ratio / env.action_video_freq_ratio)}"
+        )
     for message in checkpoint.warnings:
         warnings.warn(message, stacklevel=2)
     _check_acceleration(run)
     given, own = run.rollout.model.precision, model.precision
+    if run.algorithm.staleness_threshold and given == "bf16":
+        warnings.warn(
+            "algorithm.staleness_threshold: 1 keeps the log-probs that rollouts in bf16 recorded "
+            "(the weights that acted are gone), so ratios do not start at 1: watch 'first ratio'",
+            stacklevel=2,
+        )
     if run.RL.wam_cache == "store" and given != own:
         raise ConfigError(
             f"RL.wam_cache: store hands the rollout's keys and values to the learner, but "
@@ -398,7 +342,22 @@ def check_lengths(run: DictConfig) -> None:
         )
 
 
+def _check_intervals(run: DictConfig) -> None:
+    """Evaluation sends weights, and a resumed run begins with new ones: only where they are due."""
+    sent = run.runner.weight_sync_interval
+    for key in ("runner.val_check_interval", "runner.save_interval"):
+        every = _get(run, key)
+        if every > 0 and every % sent:
+            raise ConfigError(
+                f"{key} = {every} must be a multiple of runner.weight_sync_interval = {sent}, or "
+                "it would change when the rollout workers get new weights"
+            )
+
+
 def _check_files(run: DictConfig) -> None:
+    weights = run.runner.ckpt_path
+    if weights is not None and not Path(weights).is_file():
+        raise ConfigError(f"runner.ckpt_path = {weights!r} is not a file")
     resume = run.runner.resume_dir
     if resume is not None:
         folder = Path(resume)

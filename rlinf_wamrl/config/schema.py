@@ -70,11 +70,10 @@ class RunnerConfig:
     only_eval: bool = False
     """Evaluate the starting weights and stop."""
     weight_sync_interval: int = 1
-    """Send weights to the rollout workers every this many iterations."""
+    """Send weights to the rollout workers every this many iterations; ``val_check_interval`` and
+    ``save_interval`` are multiples of it."""
     use_training_pipeline: bool = False
     """Train on each rollout epoch while the next one is collected."""
-    stall_timeout: float = 600.0
-    """Seconds without any progress after which a run is stopped with an error."""
     logger: LoggerConfig = field(default_factory=LoggerConfig)
     """Where the run writes."""
 
@@ -98,7 +97,7 @@ class AlgorithmConfig:
     kl_beta: float = 0.0
     """Unused by wamrl_flow_ppo."""
     normalize_advantages: bool = False
-    """Group advantages are normalised per group already."""
+    """Must stay false: group advantages are normalised per group already."""
     group_size: int = II("RL.group_size")
     """Episodes per group."""
     update_epoch: int = II("RL.update_epochs")
@@ -113,7 +112,7 @@ class AlgorithmConfig:
     """Updates by which the weights that act may be behind those that learn: 0 collects and learns
     in turn, 1 collects the next iteration's rollouts while learning from this one's."""
     gamma: float = 1.0
-    """Discount; the return of an episode is undiscounted."""
+    """Must stay 1: the return of an episode is undiscounted."""
     gae_lambda: float = 1.0
     """Unused by group advantages."""
 
@@ -288,7 +287,8 @@ class FSDPConfig:
     use_orig_params: bool = True
     """FSDP1 only: needed as only parts are trained."""
     gradient_checkpointing: bool = False
-    """Recompute activations in the backward pass."""
+    """Must stay false: the experts have their own, ``use_gradient_checkpointing`` of
+    ``actor.model.video_dit_config``."""
     enable_gradient_accumulation: bool = False
     """Synchronise gradients only at the last micro-batch."""
     wrap_policy: dict[str, Any] = field(default_factory=lambda: {"no_split_names": ["__none__"]})
@@ -366,7 +366,7 @@ class RewardConfig:
     use_reward_model: bool = False
     """RLinf's own reward models; must stay false (see ``RL.reconstruction.placement``)."""
     env_reward_weight: float = II("RL.task_reward_weight")
-    """Weight of the task reward in RLinf's combined reward."""
+    """Weight of the task reward in RLinf's combined reward; the learner takes its parts."""
     reward_weight: float = II("RL.lambda_rec")
     """Weight of the raw reconstruction reward in it."""
 

@@ -80,7 +80,7 @@ class EnvSideConfig:
     auto_reset: bool = False
     """Must stay false: an episode ends a slot's round."""
     ignore_terminations: bool = False
-    """Go on after success until the step limit."""
+    """Must stay false: an environment stops when its task is solved."""
     enable_offload: bool = False
     """RLinf: release the simulator's memory between rollouts."""
     video_cfg: VideoConfig = field(default_factory=VideoConfig)

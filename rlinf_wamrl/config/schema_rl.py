@@ -110,7 +110,9 @@ class RLConfig:
     logprob_reduction: str = "sum"
     """sum: the density of the executed actions; mean: per dimension (tempered)."""
     recompute_logprobs: bool = True
-    """Re-score each batch in the learner before its first update, so that ratios start at 1."""
+    """Re-score each batch in the learner before its first update, so that ratios start at 1. Later
+    rounds of pipeline mode, and rollouts that ran ahead of an update, keep the recorded log-probs:
+    the weights that acted are gone."""
     max_logprob_drift: float = 0.05
     """Largest allowed |recorded - re-scored| log-prob of a macro-step, in nats, before it is an
     error. Raise it for bf16 rollouts."""
@@ -126,6 +128,9 @@ class RLConfig:
     """Groups that all succeeded or all failed: drop, rec_only or keep."""
     min_group_std: float = 1e-3
     """Floor of the divisor of group advantages."""
+    weigh_by: str = "step"
+    """step: every macro-step counts alike in the loss, so that long episodes weigh more; episode:
+    every episode does, and its macro-steps share its weight."""
     max_resample: int = 3
     """Rollouts in a row without any usable group before the run stops with an error."""
     clip_low: float = 0.2

@@ -23,6 +23,7 @@ __all__ = [
     "step_advantages",
     "task_sampling_weights",
     "update_success_average",
+    "weigh_episodes_alike",
 ]
 
 DEGENERATE_MODES = ("drop", "rec_only", "keep")
@@ -174,6 +175,23 @@ def step_advantages(
     member = rewarded.view_as(grouped)
     mean = grouped.sum(-1, keepdim=True) / member.sum(-1, keepdim=True).clamp(min=1)
     return steps + lambda_step * torch.where(member, grouped - mean, 0.0).view_as(steps)
+
+
+def weigh_episodes_alike(advantages: Tensor, valid: Tensor) -> Tensor:
+    """Scale advantages so that long episodes do not outweigh short ones.
+
+    An advantage counts once per macro-step. Failures last longer than successes, so although the
+    advantages of a group sum to 0 over its episodes, they sum to less over its macro-steps, and a
+    negative sum favours moving away from whatever was done. Divided by the length L_i of their
+    episode, times the mean length of the batch, they sum to 0 over macro-steps as well; a scale of
+    PPO's advantage is a weight of its loss.
+
+    Args:
+        advantages: [T,B] as of :func:`step_advantages`.
+        valid: [T,B] bool, macro-steps that were executed.
+    """
+    length = valid.sum(dim=0).clamp(min=1)
+    return advantages * (length.float().mean() / length)
 
 
 def update_success_average(

@@ -302,8 +302,8 @@ def sample_chain(
     generator: torch.Generator | Sequence[torch.Generator],
     stochastic_steps: str | Sequence[int] = "one_random",
     *,
-    horizon: int,
-    action_dim: int,
+    horizon: int | None = None,
+    action_dim: int | None = None,
     num_executed: int | None = None,
     ignore_last: bool | None = None,
     reduction: str = "sum",
@@ -319,8 +319,8 @@ def sample_chain(
         a: noise level.
         generator: see :func:`~rlinf_wamrl.rl.chain_noise.draw_chain_noise`.
         stochastic_steps: see :func:`~rlinf_wamrl.rl.chain_noise.stochastic_candidates`.
-        horizon: H.
-        action_dim: A.
+        horizon: H; None takes ``model.action_horizon``.
+        action_dim: A; None takes ``model.action_dim``.
         num_executed: C, actions that count in ``logp_old``; None counts all H.
         ignore_last: see :func:`~rlinf_wamrl.rl.chain_noise.stochastic_candidates`.
         reduction: see :func:`reduce_logprob`.
@@ -332,8 +332,8 @@ def sample_chain(
     noise = draw_chain_noise(
         generator,
         batch_size=batch_size,
-        horizon=horizon,
-        action_dim=action_dim,
+        horizon=model.action_horizon if horizon is None else horizon,
+        action_dim=model.action_dim if action_dim is None else action_dim,
         num_steps=K,
         stochastic_steps=stochastic_steps,
         ignore_last=ignore_last,

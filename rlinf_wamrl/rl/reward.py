@@ -183,7 +183,7 @@ def reconstruction_reward(
     batch: RewardBatch,
     use_frozen: bool | None = None,
     *,
-    settings: RewardSettings,
+    settings: RewardSettings | None = None,
     generators: Sequence[torch.Generator] | None = None,
     similarity: Similarity = pixel_mse,
     keep_imagined: int = 0,
@@ -199,7 +199,7 @@ def reconstruction_reward(
         batch: the macro-steps.
         use_frozen: True imagines with the video expert's adapters off, False with them on; None
             does as ``settings.source`` says.
-        settings: how to compare.
+        settings: how to compare; None takes the defaults.
         generators: one CPU generator per macro-step, of its initial noise: the reward of a
             macro-step then does not depend on the batch it is in. Unused with source rollout.
         similarity: see :mod:`rlinf_wamrl.rl.similarity`.
@@ -208,6 +208,7 @@ def reconstruction_reward(
     Raises:
         ValueError: what the settings ask for is not in the batch, or sizes that do not fit.
     """
+    settings = settings or RewardSettings()
     source = settings.source if use_frozen is None else ("frozen" if use_frozen else "live")
     _check(model, batch, settings, source, generators)
     frame_mask = reached_frames(

@@ -10,12 +10,16 @@ from pathlib import Path
 
 from omegaconf import DictConfig, OmegaConf, open_dict
 
+from rlinf_wamrl.files import set_aside
 from rlinf_wamrl.report.console import Console, duration
 from rlinf_wamrl.runtime.collection import Collection
 from rlinf_wamrl.runtime.failures import raise_worker_failures
 from rlinf_wamrl.runtime.ray_session import ray_session
 
-__all__ = ["run_collection", "run_training"]
+__all__ = ["make_room", "run_collection", "run_training"]
+
+OF_A_RUN = ("iterations.jsonl", "success_buffer/*/*")
+"""Files that training adds to."""
 
 
 def run_training(cfg: DictConfig, console: Console) -> None:
@@ -40,6 +44,8 @@ def run_collection(cfg: DictConfig, collection: Collection, console: Console) ->
 def _run(cfg: DictConfig, console: Console, collection: Collection | None = None) -> None:
     started = time.monotonic()
     folder = Path(cfg.runner.logger.log_path) / cfg.runner.logger.experiment_name
+    if collection is None and not cfg.runner.only_eval and cfg.runner.resume_dir is None:
+        make_room(folder, console)
     folder.mkdir(parents=True, exist_ok=True)
     logging.disable(logging.INFO)  # RLinf's placement logger sets its own level
     OmegaConf.save(cfg, folder / "config.yaml")
@@ -52,6 +58,12 @@ def _run(cfg: DictConfig, console: Console, collection: Collection | None = None
         f"done in {duration(time.monotonic() - started)}; logs, checkpoints and TensorBoard files "
         f"are in {folder}"
     )
+
+
+def make_room(folder: Path, console: Console) -> None:
+    """Move an earlier run out of the folder of one that begins anew, so that they do not mix."""
+    if any(file for name in OF_A_RUN for file in folder.glob(name)):
+        console.line(f"the earlier run in {folder} is now {set_aside(folder)}")
 
 
 def _run_on_cluster(

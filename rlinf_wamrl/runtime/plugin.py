@@ -7,7 +7,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rlinf_wamrl.rl.advantage import episode_returns, group_advantages, step_advantages
+from rlinf_wamrl.rl.advantage import (
+    episode_returns,
+    group_advantages,
+    step_advantages,
+    weigh_episodes_alike,
+)
 from rlinf_wamrl.rl.losses import ppo_flow_loss
 from rlinf_wamrl.runtime.rlinf_compat import (
     add_environment_type,
@@ -54,6 +59,7 @@ def _group_advantage(
     reconstruction_mask: Tensor | None = None,
     lambda_rec: float = 0.0,
     lambda_step: float = 0.0,
+    weigh_by: str = "step",
     **_: object,
 ) -> tuple[Tensor, None]:
     """Adapt group advantages to RLinf's registry.
@@ -68,6 +74,8 @@ def _group_advantage(
         reconstruction_mask: [T, B] bool, where it exists.
         lambda_rec: weight of its mean in the return.
         lambda_step: weight of its per-step part in the advantage.
+        weigh_by: ``step``, or ``episode``, see
+            :func:`~rlinf_wamrl.rl.advantage.weigh_episodes_alike`.
         **_: further keywords of RLinf's registry, unused.
 
     Returns:
@@ -83,11 +91,16 @@ def _group_advantage(
     groups = group_advantages(
         returns, task_return, group_size, degenerate=degenerate, min_std=min_group_std
     )
+    # a group that is left out gets no per-step part either
+    exists = exists & groups.is_used
     advantages = step_advantages(
         groups.advantage,
         alive,
         group_size,
         reconstruction_reward=reconstruction_reward,
+        reconstruction_mask=exists,
         lambda_step=lambda_step,
     )
+    if weigh_by == "episode":
+        advantages = weigh_episodes_alike(advantages, alive)
     return advantages, None

@@ -225,10 +225,8 @@ class WAMRunner(EmbodiedRunner):
 
     def _start_round(self) -> Round:
         """Send the learner's weights, if they are due, and start the next round of rollouts."""
-        if (
-            self._sent_version != self.global_step
-            and self.global_step % self.weight_sync_interval == 0
-        ):
+        is_due = self._sent_version < 0 or self.global_step % self.weight_sync_interval == 0
+        if self._sent_version != self.global_step and is_due:
             with self._phase("sending weights"):
                 self.update_rollout_weights()
             self._sent_version = self.global_step

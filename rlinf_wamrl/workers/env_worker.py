@@ -6,7 +6,9 @@ It follows RLinf's embodied data interface: observations go out as ``PolicyInput
 
 from __future__ import annotations
 
+import json
 from collections import defaultdict
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,6 +24,7 @@ from rlinf_wamrl.data.interface import (
     TrajectorySource,
 )
 from rlinf_wamrl.data.plan import TrajectoryMode, TrajectoryPlan
+from rlinf_wamrl.files import write_text_atomic
 from rlinf_wamrl.report.pictures import Film
 from rlinf_wamrl.workers.episode_payload import episode_payload, policy_observation
 from rlinf_wamrl.workers.messages import pack_observation_shards, pack_request_shards
@@ -50,6 +53,7 @@ class WAMEnvWorker(EnvWorker):
         super().__init__(cfg)
         self._iteration = 0
         self._keeps_future = bool(cfg.rollout.collect_transitions)
+        self._has_described = False
         self._records_episodes = TrajectoryPlan.mode_from_cfg(cfg) is TrajectoryMode.LEROBOT
 
     def set_global_step(self, global_step: int) -> None:
@@ -103,6 +107,13 @@ class WAMEnvWorker(EnvWorker):
             self.finish_rollout()
         return {name: torch.cat(values).contiguous().cpu() for name, values in metrics.items()}
 
+    def _describe(self, env: Any) -> None:
+        """Write once what results depend on, beside the run's logs."""
+        if self._rank == 0 and not self._has_described:
+            file = Path(self.cfg.runner.logger.log_path) / "environment.json"
+            write_text_atomic(file, json.dumps(env.description(), indent=2) + "\n")
+            self._has_described = True
+
     def _bootstrap_epoch(self, rollout_channel: Channel, epoch: int) -> list[EnvOutput]:
         outputs = []
         for stage in range(self.stage_num):
@@ -110,6 +121,7 @@ class WAMEnvWorker(EnvWorker):
             env.is_start = True
             with self.worker_timer("env/reset"):
                 observation, _ = env.reset()
+            self._describe(env)
             nothing = torch.zeros(
                 self.train_num_envs_per_stage, self.model_cfg.num_action_chunks, dtype=torch.bool
             )
@@ -253,6 +265,7 @@ class WAMEnvWorker(EnvWorker):
             for stage, env in enumerate(self.eval_env_list):
                 env.is_start = True
                 observation, _ = env.reset()
+                self._describe(env)
                 if film is not None and stage == 0:
                     film.start(observation)
                 self._send_eval_input(rollout_channel, EnvOutput(obs=observation), stage)

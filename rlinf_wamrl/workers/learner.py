@@ -58,7 +58,13 @@ class WAMLearner(TwoHalvesActor):
     def compute_advantages_and_returns(self) -> dict[str, float]:
         """Judge the rollouts received; returns how many macro-steps of this rank count."""
         self._judged = self._judge(self.rollout_batch)
-        return {"macro_steps": float(counting_rows(flatten_time(self.rollout_batch)).numel())}
+        return {"macro_steps": float(self._counting(flatten_time(self.rollout_batch)).numel())}
+
+    def _counting(self, rows: dict[str, Any]) -> Tensor:
+        """Return the rows that teach: without an action half, videos of successes do, all rows."""
+        if self.optimizer is None:
+            return rows["loss_mask"].flatten(1).any(dim=1).nonzero().squeeze(1)
+        return counting_rows(rows)
 
     def _judge(self, batch: dict[str, Any]) -> dict[str, float]:
         """Imagine, keep successes, and turn outcomes into advantages; returns metrics."""
@@ -88,6 +94,7 @@ class WAMLearner(TwoHalvesActor):
             reconstruction_mask=batch.get("reconstruction_mask"),
             lambda_rec=rl.lambda_rec,
             lambda_step=rl.lambda_step,
+            weigh_by=rl.weigh_by,
         )
         batch.update(advantages)
         return metrics
@@ -122,7 +129,8 @@ class WAMLearner(TwoHalvesActor):
         if trained and self.optimizer is not None:
             self.lr_scheduler.step()
             self.optimizer.zero_grad()
-        if self.video is not None:
+        # without anything to train on the iteration begins anew, and its video training with it
+        if self.video is not None and self._agreed_count(trained):
             self._train_video(metrics)
         metrics["memory/learner_gib_max"] = [resident_gib()]
         return {**self._reduced(metrics), "macro_steps": float(trained)}
@@ -135,7 +143,7 @@ class WAMLearner(TwoHalvesActor):
         Later updates of an iteration, and updates on rollouts that ran ahead of it, keep the
         recorded log-probs: the weights that acted are gone.
         """
-        keep = counting_rows(rows)
+        keep = self._counting(rows)
         per_rank = self.cfg.actor.global_batch_size // self._world_size
         micro = self.cfg.actor.micro_batch_size
         count = self._agreed_count(math.ceil(keep.numel() / per_rank))
@@ -146,6 +154,7 @@ class WAMLearner(TwoHalvesActor):
         if keep.numel() == 0:  # other ranks have rows: one that does not count keeps step
             keep = torch.zeros(1, dtype=torch.int64)
         rows = select_rows(rows, keep)
+        rows["prev_logprobs"] = self._reduce(rows["prev_logprobs"], rows)
         stale = self._staleness(rows, metrics)
         self._provide_video_caches(rows, metrics)
         if self.cfg.RL.recompute_logprobs and is_first and not stale:
@@ -295,12 +304,15 @@ class WAMLearner(TwoHalvesActor):
     def _score(self, rows: dict[str, Any]) -> Tensor:
         with self.amp_context:
             logprobs = self._forward(forward_inputs=rows["forward_inputs"])["logprobs"]
-        if self.cfg.RL.logprob_reduction == "mean":
-            executed = rows["forward_inputs"]["executed_mask"].sum(dim=1)
-            logprobs = logprobs / (executed * logprobs.shape[-1]).clamp(min=1).view(-1, 1, 1).to(
-                logprobs
-            )
-        return logprobs
+        return self._reduce(logprobs, rows)
+
+    def _reduce(self, logprobs: Tensor, rows: dict[str, Any]) -> Tensor:
+        """Bring log-probs of rows [N,...], scored here or recorded, to ``RL.logprob_reduction``."""
+        if self.cfg.RL.logprob_reduction == "sum":
+            return logprobs
+        executed = rows["forward_inputs"]["executed_mask"].sum(dim=1)
+        terms = (executed * logprobs.shape[-1]).clamp(min=1).view(-1, 1, 1)
+        return logprobs / terms.to(logprobs)
 
     def _save_pictures(self, batch: dict[str, Any]) -> None:
         if self._rank == 0 and self.imagination.last is not None:
@@ -325,11 +337,7 @@ class WAMLearner(TwoHalvesActor):
         ]
         total = rows_of(rows)
         new = torch.cat(scored)[:total]
-        recorded = rows["prev_logprobs"]
-        if self.cfg.RL.logprob_reduction == "mean":
-            executed = rows["forward_inputs"]["executed_mask"].sum(dim=1)
-            recorded = recorded / (executed * new.shape[-1]).clamp(min=1).view(-1, 1, 1)
-        drift = (new - recorded).sum(dim=(1, 2)).abs()
+        drift = (new - rows["prev_logprobs"]).sum(dim=(1, 2)).abs()
         rows["prev_logprobs"] = new
         metrics["actor/logprob_drift"] = [drift.mean().item()]
         metrics["actor/logprob_drift_max"] = [drift.max().item()]

@@ -56,10 +56,19 @@ class VideoHalf:
         records: Mapping[str, Tensor],
         gather: Callable[[Tensor], list[Tensor]],
     ) -> None:
-        """Measure the frozen features' variances, once, over all ranks."""
+        """Measure the frozen features' variances, once, over all ranks.
+
+        Args:
+            forward: calls the policy.
+            records: [N,...] in time-major order; rows spread evenly over it are taken, as the first
+                ones would show the initial states alone.
+            gather: returns a vector of every rank.
+        """
         if self.statistics is not None or self.options.lambda_kl == 0:
             return
-        few = {name: value[:CALIBRATION_ROWS] for name, value in records.items()}
+        ran = records["executed_mask"].any(dim=1).nonzero().squeeze(1)
+        spread = torch.linspace(0, len(ran) - 1, min(CALIBRATION_ROWS, len(ran))).round().long()
+        few = {name: value[ran[spread]] for name, value in records.items()}
         mine: Moments = forward(forward_type="calibration_moments", records=few)
         pieces = [mine.with_vector(vector) for vector in gather(mine.to_vector())]
         merged = pieces[0]

@@ -19,6 +19,10 @@ ABLATIONS = Path(__file__).parents[2] / "configs" / "ablation"
 EXAMPLE = Path(__file__).parents[2] / "examples" / "libero_wamrl.yaml"
 
 
+BESIDE = {"RL.ignore_last=true": ["RL.window=[3,4]"]}
+"""What makes a value impossible that is possible by itself."""
+
+
 def compose(*overrides):
     return compose_run(EXAMPLE, overrides)
 
@@ -89,12 +93,21 @@ def test_overrides_reach_every_section_that_shares_a_value():
         ("runner.resume_dir=global_step_3", "does not exist"),
         ("rollout.pipeline_stage_num=3", "multiple of env ranks x pipeline stages = 1 x 3"),
         ("algorithm.staleness_threshold=2", "staleness_threshold must be one of 0, 1, got 2"),
+        ("RL.lambda_step=-0.5", "RL.lambda_step must not be negative, got -0.5"),
+        ("RL.video_sft.kl_decay=3", r"kl_decay must be within \[0, 1\), got 3"),
+        ("actor.optim.adam_beta1=7", r"adam_beta1 must be within \[0, 1\), got 7"),
+        ("algorithm.gamma=0.9", "algorithm.gamma must be 1.0 .* got 0.9"),
+        ("env.train.ignore_terminations=true", "env.train.ignore_terminations must be False"),
+        ("actor.fsdp_config.gradient_checkpointing=true", "gradient_checkpointing must be False"),
+        ("RL.ignore_last=true", "contradicts the last step, 4, in RL.window"),
+        ("runner.ckpt_path=nowhere.pt", "runner.ckpt_path = 'nowhere.pt' is not a file"),
+        ("runner.weight_sync_interval=3", "val_check_interval = 8 must be a multiple of .* = 3"),
         ("max_steps", "not of the form key=value"),
     ],
 )
 def test_impossible_values_name_key_value_and_remedy(override, words):
     with pytest.raises(ConfigError, match=words):
-        compose(override)
+        compose(override, *BESIDE.get(override, ()))
 
 
 def test_window_steps_must_lie_on_the_grid():
@@ -163,6 +176,19 @@ def test_ablations_switch_what_they_are_named_after():
     assert compose("+ablation=action_loss").RL.video_sft.lambda_action == 1
     assert compose("+ablation=recon_only").RL.task_reward_weight == 0
     assert compose("+ablation=reward_flow").RL.reconstruction.similarity == "optical_flow"
+
+
+def test_the_reward_needs_a_frame_that_the_model_imagines():
+    frames = ["env.train.action_video_freq_ratio=2", "env.train.num_future_frames=1"]
+    with pytest.raises(ConfigError, match="do not reach the first: take at least 2"):
+        compose("+ablation=actor_recon", *frames)
+    compose("+ablation=actor_only", *frames)
+
+
+def test_rollouts_in_bf16_that_run_ahead_are_warned_of():
+    overrides = ["rollout.model.precision=bf16", "RL.recompute_logprobs=false"]
+    with pytest.warns(UserWarning, match="ratios do not start at 1"):
+        compose("algorithm.staleness_threshold=1", *overrides)
 
 
 def test_nothing_to_train_is_refused():

@@ -9,6 +9,7 @@ from rlinf_wamrl.rl.advantage import (
     step_advantages,
     task_sampling_weights,
     update_success_average,
+    weigh_episodes_alike,
 )
 
 
@@ -118,3 +119,18 @@ def test_learnable_weights_prefer_half_solved_tasks_and_hard_ones_failing_tasks(
 def test_impossible_groups_say_what_is_wrong(arguments, options, words):
     with pytest.raises(ValueError, match=words):
         group_advantages(*arguments, **options)
+
+
+def test_episodes_of_any_length_weigh_alike_and_a_group_sums_to_zero_over_its_macro_steps():
+    lengths = torch.tensor([2, 6, 6, 6])
+    valid = torch.arange(6)[:, None] < lengths
+    outcome = torch.tensor([1.0, 0.0, 0.0, 0.0])
+    advantage = group_advantages(outcome, outcome, 4).advantage
+    steps = step_advantages(advantage, valid, 4)
+    assert steps.sum() < -4  # what is avoided
+    weighed = weigh_episodes_alike(steps, valid)
+    torch.testing.assert_close(weighed.sum(0), 5.0 * advantage)  # the mean length is 5
+    assert (weighed[~valid] == 0).all()
+    same = torch.ones(6, 4, dtype=torch.bool)
+    steps = step_advantages(advantage, same, 4)
+    torch.testing.assert_close(weigh_episodes_alike(steps, same), steps)

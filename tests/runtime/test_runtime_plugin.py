@@ -81,6 +81,35 @@ def test_group_advantages_come_out_of_rlinfs_own_entry_point():
     torch.testing.assert_close(result["advantages"].squeeze(-1), expected)
 
 
+def test_per_step_parts_leave_out_what_has_no_reward_and_groups_that_are_dropped():
+    rewards, dones, alive = rollout()
+    rewards[0, 0, 0] = 1.0  # the first group succeeds as a whole and teaches nothing
+    reconstruction = torch.tensor([[5.0, 1.0, 4.0, 9.0], [1.0, 0.0, 1.0, 2.0]])
+    exists = torch.tensor([[True, True, True, False], [True, False, True, True]])
+    options = {
+        "task_type": "embodied",
+        "adv_type": "wamrl_group",
+        "rewards": rewards,
+        "dones": dones,
+        "gamma": 1.0,
+        "gae_lambda": 1.0,
+        "group_size": 2,
+        "reward_type": "chunk_level",
+        "loss_mask": alive,
+        "loss_mask_sum": alive.sum(0, keepdim=True).expand_as(alive),
+        "reconstruction_reward": reconstruction,
+        "reconstruction_mask": exists,
+        "lambda_step": 0.5,
+    }
+    result = calculate_adv_and_returns(**options)["advantages"].squeeze(-1)
+    # +1 and -1 of success and failure; step 0 has one reward only, step 1 two around 1.5
+    expected = torch.tensor([[0.0, 0.0, 1.0, -1.0], [0.0, 0.0, 1.0 - 0.25, -1.0 + 0.25]])
+    torch.testing.assert_close(result, expected)
+    alike = calculate_adv_and_returns(**options, weigh_by="episode")["advantages"].squeeze(-1)
+    length = torch.tensor([2.0, 1.0, 2.0, 2.0])  # of episodes; their mean is 1.75
+    torch.testing.assert_close(alike, expected * 1.75 / length)
+
+
 def test_flow_ppo_comes_out_of_rlinfs_own_entry_point():
     generator = torch.Generator().manual_seed(0)
     new, old = torch.randn(2, 5, 3, 7, generator=generator).mul(0.01).unbind(0)

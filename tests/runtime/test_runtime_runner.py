@@ -1,5 +1,6 @@
 """The runner's own decisions, without Ray: tasks, resampling, what it sums up."""
 
+import io
 import time
 from collections import Counter
 from types import SimpleNamespace
@@ -8,6 +9,7 @@ import pytest
 import torch
 from omegaconf import OmegaConf
 
+from rlinf_wamrl.report.console import Console
 from rlinf_wamrl.runtime.runner import NoLearningSignalError, WAMRunner
 
 
@@ -179,3 +181,18 @@ def test_with_staleness_the_next_round_starts_before_the_update_and_no_round_is_
 def test_nothing_rolls_across_a_checkpoint():
     _, calls = asynchronous(1, save_interval=1)
     assert calls == 3 * PLAIN
+
+
+@pytest.mark.parametrize(
+    ("sent", "step", "expected"), [(-1, 3, True), (2, 3, False), (2, 4, True), (4, 4, False)]
+)
+def test_weights_are_sent_when_due_and_always_at_the_start_of_a_resumed_run(sent, step, expected):
+    made = runner()
+    made._sent_version, made.global_step, made.weight_sync_interval = sent, step, 2
+    made.seconds, made.console = Counter(), Console(io.StringIO())
+    calls = []
+    made.update_rollout_weights = lambda: calls.append(step)
+    made._start_rollouts = lambda: "round"
+    assert made._start_round() == "round"
+    assert bool(calls) is expected
+    assert made._sent_version == (step if expected else sent)

@@ -7,6 +7,7 @@ import torch
 from omegaconf import OmegaConf
 
 from rlinf_wamrl.instructions import pack_instructions
+from rlinf_wamrl.rl.moments import Moments
 from rlinf_wamrl.rl.reward import ReconstructionReward
 from rlinf_wamrl.workers.imagination import ImaginationReward, model_frames
 from rlinf_wamrl.workers.video_half import VideoHalf, success_episodes
@@ -112,6 +113,25 @@ def test_windows_depend_on_iteration_step_and_rank_alone(tmp_path):
     for step in (0, 0, 1):
         half.loss(lambda **call: seen.append(call["windows"].video), 8, STRIDE, 4, step)
     assert torch.equal(seen[0], seen[1]) and not torch.equal(seen[0], seen[2])
+
+
+def test_calibration_looks_at_rows_that_ran_spread_over_the_whole_rollout(tmp_path):
+    half = video_half(tmp_path, lambda_kl=1.0)
+    ran = torch.ones(1000, 8, dtype=torch.bool)
+    ran[::4] = False
+    seen = []
+
+    def forward(forward_type, records):
+        seen.append(records["row"])
+        return Moments.of(torch.randn(64, 1, 2, 3, generator=torch.Generator().manual_seed(0)))
+
+    records = {"row": torch.arange(1000), "executed_mask": ran}
+    half.calibrate(forward, records, lambda vector: [vector])
+    (rows,) = seen
+    assert len(rows) == 64 and rows[0] == 1 and rows[-1] == 999
+    assert (rows % 4 != 0).all() and rows.diff().max() < 30
+    half.calibrate(forward, records, lambda vector: [vector])
+    assert len(seen) == 1  # once
 
 
 def test_video_training_is_due_after_the_warm_up_at_intervals(tmp_path):
