@@ -73,7 +73,8 @@ class RunnerConfig:
     """Send weights to the rollout workers every this many iterations; ``val_check_interval`` and
     ``save_interval`` are multiples of it."""
     use_training_pipeline: bool = False
-    """Train on each rollout epoch while the next one is collected."""
+    """Train on each rollout epoch while the next one is collected. The reconstruction reward's
+    running normalisation then moves after each epoch, otherwise once per iteration."""
     logger: LoggerConfig = field(default_factory=LoggerConfig)
     """Where the run writes."""
 

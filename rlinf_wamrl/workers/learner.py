@@ -57,6 +57,8 @@ class WAMLearner(TwoHalvesActor):
     @Worker.timer("actor/compute_adv")
     def compute_advantages_and_returns(self) -> dict[str, float]:
         """Judge the rollouts received; returns how many macro-steps of this rank count."""
+        if self.imagination is not None and self.is_weight_offloaded:  # it runs the model
+            self.load_param_and_grad(self.device)
         self._judged = self._judge(self.rollout_batch)
         return {"macro_steps": float(self._counting(flatten_time(self.rollout_batch)).numel())}
 

@@ -56,3 +56,17 @@ def test_rounds_that_teach_nothing_do_not_train_the_video(monkeypatch, counting,
     learner._timer_metrics, learner._accelerator_type = {}, AcceleratorType.NO_ACCEL
     trained = learner.run_training(input_channel=object())
     assert len(calls) == trainings and trained["macro_steps"] == sum(counting)
+
+
+@pytest.mark.parametrize("imagines", [True, False])
+def test_weights_are_back_on_the_device_before_they_imagine(monkeypatch, imagines):
+    learner = lone_learner()
+    learner._timer_metrics, learner._accelerator_type = {}, AcceleratorType.NO_ACCEL
+    learner.is_weight_offloaded, learner.imagination = True, object() if imagines else None
+    learner.rollout_batch, order = {}, []
+    monkeypatch.setattr(learner, "load_param_and_grad", lambda device: order.append("load"))
+    monkeypatch.setattr(learner, "_judge", lambda batch: order.append("judge"))
+    monkeypatch.setattr(learner, "_counting", lambda rows: torch.arange(3))
+    monkeypatch.setattr("rlinf_wamrl.workers.learner.flatten_time", lambda batch: batch)
+    assert learner.compute_advantages_and_returns() == {"macro_steps": 3.0}
+    assert order == (["load", "judge"] if imagines else ["judge"])
