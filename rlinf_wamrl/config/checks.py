@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import math
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 
 from rlinf_wamrl.config.checkpoints import resolve_checkpoint
 from rlinf_wamrl.config.errors import ConfigError
@@ -24,6 +25,9 @@ def check_values(run: DictConfig) -> None:
 
     What will work, but worse than it could, is a warning.
     """
+    for key, value in _leaves(OmegaConf.to_container(run, resolve=True)):
+        if isinstance(value, float) and not math.isfinite(value):
+            raise ConfigError(f"{key} must be a finite number, got {value}")
     for key in POSITIVE:
         if _get(run, key) <= 0:
             raise ConfigError(f"{key} must be positive, got {_get(run, key)}")
@@ -51,6 +55,15 @@ def check_values(run: DictConfig) -> None:
     _check_intervals(run)
     _check_files(run)
     _check_renderer()
+
+
+def _leaves(node: Any, key: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield the values of nested mappings and lists by dotted key."""
+    if isinstance(node, (dict, list)):
+        for name, value in node.items() if isinstance(node, dict) else enumerate(node):
+            yield from _leaves(value, f"{key}.{name}" if key else str(name))
+    else:
+        yield key, node
 
 
 def world_size(run: DictConfig, component: str) -> int:

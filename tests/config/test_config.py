@@ -102,6 +102,9 @@ def test_overrides_reach_every_section_that_shares_a_value():
         ("RL.ignore_last=true", "contradicts the last step, 4, in RL.window"),
         ("runner.ckpt_path=nowhere.pt", "runner.ckpt_path = 'nowhere.pt' is not a file"),
         ("runner.weight_sync_interval=3", "val_check_interval = 8 must be a multiple of .* = 3"),
+        ("RL.dual_clip=nan", "RL.dual_clip must be a finite number, got nan"),
+        ("RL.reconstruction.max_batch=inf", "max_batch.*inf"),
+        ("actor.model.sampling.noise_level=inf", "noise_level must be a finite number, got inf"),
         ("max_steps", "not of the form key=value"),
     ],
 )
