@@ -53,8 +53,16 @@ class WAMEnvWorker(EnvWorker):
         super().__init__(cfg)
         self._iteration = 0
         self._keeps_future = bool(cfg.rollout.collect_transitions)
-        self._has_described = False
         self._records_episodes = TrajectoryPlan.mode_from_cfg(cfg) is TrajectoryMode.LEROBOT
+
+    def init_worker(self) -> None:
+        """Start the environments, and write what results depend on beside the run's logs."""
+        super().init_worker()
+        if self._rank == 0:
+            sides = {"train": self.env_list, "eval": self.eval_env_list}
+            described = {side: envs[0].description() for side, envs in sides.items() if envs}
+            file = Path(self.cfg.runner.logger.log_path) / "environment.json"
+            write_text_atomic(file, json.dumps(described, indent=2) + "\n")
 
     def set_global_step(self, global_step: int) -> None:
         """Key the next rollout: its tasks, initial states and random streams follow from it."""
@@ -107,13 +115,6 @@ class WAMEnvWorker(EnvWorker):
             self.finish_rollout()
         return {name: torch.cat(values).contiguous().cpu() for name, values in metrics.items()}
 
-    def _describe(self, env: Any) -> None:
-        """Write once what results depend on, beside the run's logs."""
-        if self._rank == 0 and not self._has_described:
-            file = Path(self.cfg.runner.logger.log_path) / "environment.json"
-            write_text_atomic(file, json.dumps(env.description(), indent=2) + "\n")
-            self._has_described = True
-
     def _bootstrap_epoch(self, rollout_channel: Channel, epoch: int) -> list[EnvOutput]:
         outputs = []
         for stage in range(self.stage_num):
@@ -121,7 +122,6 @@ class WAMEnvWorker(EnvWorker):
             env.is_start = True
             with self.worker_timer("env/reset"):
                 observation, _ = env.reset()
-            self._describe(env)
             nothing = torch.zeros(
                 self.train_num_envs_per_stage, self.model_cfg.num_action_chunks, dtype=torch.bool
             )
@@ -265,7 +265,6 @@ class WAMEnvWorker(EnvWorker):
             for stage, env in enumerate(self.eval_env_list):
                 env.is_start = True
                 observation, _ = env.reset()
-                self._describe(env)
                 if film is not None and stage == 0:
                     film.start(observation)
                 self._send_eval_input(rollout_channel, EnvOutput(obs=observation), stage)

@@ -132,6 +132,8 @@ def test_the_run_folder_holds_what_the_last_line_promises(short_run):
     folder, output = short_run
     assert output.splitlines()[-1].endswith(str(folder / "run"))
     assert (folder / "run/config.yaml").is_file()
+    described = json.loads((folder / "run/environment.json").read_text())
+    assert described["train"]["mujoco"] and described["train"]["task_suite_name"] == "wamrl_demo"
     assert (folder / "run/videos/evaluation_0002.mp4").stat().st_size > 0
     assert list((folder / "run/tensorboard").rglob("events.*"))
     assert not list((folder / "run/checkpoints").glob(".*"))
