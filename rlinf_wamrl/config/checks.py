@@ -197,6 +197,13 @@ def _check_halves(run: DictConfig) -> None:
         raise ConfigError("RL.train_actions: false needs RL.video_sft.enabled: nothing would train")
     if rl.task_reward_weight == 0 and rl.lambda_rec == 0:
         raise ConfigError("RL.task_reward_weight = 0 needs RL.lambda_rec > 0: no reward is left")
+    if rl.lambda_step > 0 and rl.lambda_rec == 0:
+        raise ConfigError(
+            f"RL.lambda_step = {rl.lambda_step} needs RL.lambda_rec > 0: with 0 nothing is imagined"
+        )
+    encoder = rl.reconstruction.encoder_path
+    if encoder is not None and not Path(encoder).is_dir():
+        raise ConfigError(f"RL.reconstruction.encoder_path = {encoder!r} is not a folder")
     if rl.lambda_rec > 0 and env.num_future_frames == 0:
         raise ConfigError("RL.lambda_rec > 0 needs env.train.num_future_frames of at least 1")
     if rl.reconstruction.similarity in ("dino", "vjepa") and not rl.reconstruction.encoder_path:

@@ -22,6 +22,7 @@ POSITIVE = [
     "RL.video_sft.batch_size",
     "RL.video_sft.lr",
     "RL.video_sft.lora_rank",
+    "RL.video_sft.lora_alpha",
     "RL.video_sft.buffer_mib",
     "actor.micro_batch_size",
     "actor.global_batch_size",
@@ -35,10 +36,12 @@ POSITIVE = [
     "env.train.total_num_envs",
     "env.train.rollout_epoch",
     "env.train.image_size",
+    "env.train.video_cfg.fps",
     "env.train.action_video_freq_ratio",
     "env.eval.total_num_envs",
     "env.eval.rollout_epoch",
     "env.eval.image_size",
+    "env.eval.video_cfg.fps",
     "env.eval.action_video_freq_ratio",
 ]
 
@@ -77,6 +80,12 @@ NOT_NEGATIVE = [
     "RL.video_sft.lambda_kl",
     "RL.video_sft.lambda_action",
     "RL.video_sft.warmup",
+    "RL.video_sft.buffer_memory_mib",
+    "RL.task_choice.epsilon",
+    "RL.task_choice.beta",
+    "actor.seed",
+    "env.train.seed",
+    "env.eval.seed",
 ]
 
 DECAYS = [  # shares of an old value that is kept
@@ -97,6 +106,10 @@ FIXED = {
     "algorithm.entropy_bonus": 0.0,
     "algorithm.gamma": 1.0,  # an episode's outcome is the advantage of all its macro-steps
     "algorithm.normalize_advantages": False,
+    "env.train.env_type": "wamrl_libero",
+    "env.eval.env_type": "wamrl_libero",
+    "env.train.is_eval": False,
+    "env.eval.is_eval": True,
     "env.train.auto_reset": False,
     "env.eval.auto_reset": False,
     "env.train.ignore_terminations": False,

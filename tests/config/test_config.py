@@ -19,7 +19,7 @@ ABLATIONS = Path(__file__).parents[2] / "configs" / "ablation"
 EXAMPLE = Path(__file__).parents[2] / "examples" / "libero_wamrl.yaml"
 
 
-BESIDE = {"RL.ignore_last=true": ["RL.window=[3,4]"]}
+BESIDE = {"RL.ignore_last=true": ["RL.window=[3,4]"], "RL.lambda_step=1": ["RL.lambda_rec=0"]}
 """What makes a value impossible that is possible by itself."""
 
 
@@ -102,6 +102,14 @@ def test_overrides_reach_every_section_that_shares_a_value():
         ("RL.ignore_last=true", "contradicts the last step, 4, in RL.window"),
         ("runner.ckpt_path=nowhere.pt", "runner.ckpt_path = 'nowhere.pt' is not a file"),
         ("runner.weight_sync_interval=3", "val_check_interval = 8 must be a multiple of .* = 3"),
+        ("RL.video_sft.lora_alpha=0", "RL.video_sft.lora_alpha must be positive, got 0"),
+        ("RL.task_choice.epsilon=-1", "RL.task_choice.epsilon must not be negative, got -1"),
+        ("actor.seed=-1", "actor.seed must not be negative, got -1"),
+        ("env.eval.video_cfg.fps=-3", "env.eval.video_cfg.fps must be positive, got -3"),
+        ("env.train.is_eval=true", "env.train.is_eval must be False"),
+        ("env.train.env_type=libero", "env.train.env_type must be 'wamrl_libero'"),
+        ("RL.reconstruction.encoder_path=/none", "encoder_path = '/none' is not a folder"),
+        ("RL.lambda_step=1", "RL.lambda_step = 1.0 needs RL.lambda_rec > 0"),
         ("RL.dual_clip=nan", "RL.dual_clip must be a finite number, got nan"),
         ("RL.reconstruction.max_batch=inf", "max_batch.*inf"),
         ("actor.model.sampling.noise_level=inf", "noise_level must be a finite number, got inf"),
