@@ -7,7 +7,7 @@ import pytest
 from tiny_run import compose_5b
 
 from rlinf_wamrl.config.checkpoints import resolve_checkpoint
-from rlinf_wamrl.config.checks import world_size
+from rlinf_wamrl.config.placement import world_size
 from rlinf_wamrl.wam.memory import memory_table, run_setup
 
 README = Path(__file__).parents[1] / "README.md"

@@ -14,10 +14,23 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from rlinf_wamrl.config.checkpoints import resolve_checkpoint
+from rlinf_wamrl.config.checks_rl import check_rl
 from rlinf_wamrl.config.errors import ConfigError
-from rlinf_wamrl.config.limits import CHOICES, DECAYS, FIXED, NOT_NEGATIVE, POSITIVE
+from rlinf_wamrl.config.limits import (
+    CHOICES,
+    DECAYS,
+    FIXED,
+    MAX_SEED,
+    NOT_NEGATIVE,
+    POSITIVE,
+    SEEDS,
+)
+from rlinf_wamrl.config.placement import world_size
 
-__all__ = ["check_lengths", "check_values", "world_size"]
+__all__ = ["check_lengths", "check_values"]
+
+FEW_EPISODES = 64
+"""An iteration with fewer gets a warning."""
 
 
 def check_values(run: DictConfig) -> None:
@@ -34,6 +47,9 @@ def check_values(run: DictConfig) -> None:
     for key in NOT_NEGATIVE:
         if _get(run, key) < 0:
             raise ConfigError(f"{key} must not be negative, got {_get(run, key)}")
+    for key in SEEDS:
+        if not 0 <= _get(run, key) <= MAX_SEED:
+            raise ConfigError(f"{key} must be within 0..{MAX_SEED}, got {_get(run, key)}")
     for key in DECAYS:
         if not 0 <= _get(run, key) < 1:
             raise ConfigError(f"{key} must be within [0, 1), got {_get(run, key)}")
@@ -45,11 +61,9 @@ def check_values(run: DictConfig) -> None:
     for key, value in FIXED.items():
         if _get(run, key) != value:
             raise ConfigError(f"{key} must be {value!r} for this method, got {_get(run, key)!r}")
-    _check_sampling(run)
+    check_rl(run)
     _check_env_side(run, "train")
     _check_env_side(run, "eval")
-    _check_halves(run)
-    _check_group(run)
     _check_batch(run)
     _check_model(run)
     _check_intervals(run)
@@ -66,94 +80,11 @@ def _leaves(node: Any, key: str = "") -> Iterator[tuple[str, Any]]:
         yield key, node
 
 
-def world_size(run: DictConfig, component: str) -> int:
-    """Return how many ranks a component has under ``cluster.component_placement``."""
-    placement = run.cluster.component_placement
-    for names, ranks in placement.items():
-        if component in [name.strip() for name in str(names).split(",")]:
-            return _count_ranks(ranks, f"cluster.component_placement.{names}")
-    raise ConfigError(
-        f"cluster.component_placement places no {component!r}; add for example '{component}: 0'"
-    )
-
-
-def _count_ranks(ranks: Any, key: str) -> int:
-    if isinstance(ranks, DictConfig):
-        ranks = ranks.get("placement", 0)
-    text = str(ranks)
-    if text == "all":
-        raise ConfigError(f"{key}: name the ranks instead of 'all', for example '0-7'")
-    count = 0
-    for part in text.split(","):
-        # "resources:processes" places more than one process on a resource
-        processes = part.split(":")[-1]
-        first, _, last = processes.partition("-")
-        if not first.strip().isdigit() or (last and not last.strip().isdigit()):
-            raise ConfigError(f"{key}: cannot read the ranks {text!r}; write '0', '0-3' or '0:0-1'")
-        count += int(last or first) - int(first) + 1
-    return count
-
-
 def _get(run: DictConfig, key: str) -> Any:
     node: Any = run
     for part in key.split("."):
         node = node[part]
     return node
-
-
-def _check_sampling(run: DictConfig) -> None:
-    rl = run.RL
-    steps = rl.denoising_steps
-    if rl.stochastic_steps == "window":
-        window = list(rl.window)
-        if not window or window != sorted(set(window)) or not 0 <= window[0] <= window[-1] < steps:
-            raise ConfigError(
-                f"RL.window must list ascending step indices within 0..{steps - 1} "
-                f"(RL.denoising_steps = {steps}), got {window}"
-            )
-    elif rl.window:
-        raise ConfigError(
-            f"RL.window = {list(rl.window)} needs RL.stochastic_steps: window, got "
-            f"{rl.stochastic_steps!r}"
-        )
-    if rl.ignore_last and steps == 1:
-        raise ConfigError(
-            "RL.ignore_last: true leaves no stochastic step with RL.denoising_steps 1"
-        )
-    if rl.ignore_last and steps - 1 in rl.window:
-        raise ConfigError(
-            f"RL.ignore_last: true contradicts the last step, {steps - 1}, in RL.window = "
-            f"{list(rl.window)}; drop one of them"
-        )
-    last_is_noisy = rl.ignore_last is False or steps == 1
-    if rl.stochastic_steps == "window":
-        last_is_noisy = steps - 1 in rl.window
-    if rl.sde == "cps" and last_is_noisy:
-        raise ConfigError("RL.sde: cps has no noise at the last step; leave that step out")
-    _check_noise_basis(run)
-    if rl.dual_clip <= 1:
-        raise ConfigError(f"RL.dual_clip must be above 1, got {rl.dual_clip}")
-    if rl.clip_low >= 1:
-        raise ConfigError(f"RL.clip_low must be below 1, got {rl.clip_low}")
-    if rl.sigma_shift is not None and rl.sigma_shift <= 0:
-        raise ConfigError(f"RL.sigma_shift must be positive or null, got {rl.sigma_shift}")
-
-
-def _check_noise_basis(run: DictConfig) -> None:
-    rl, chunk, width = run.RL, run.actor.model.num_action_chunks, run.actor.model.action_dim
-    if rl.noise_modes is not None and not 1 <= rl.noise_modes <= chunk:
-        raise ConfigError(
-            f"RL.noise_modes must be within 1..{chunk} (actor.model.num_action_chunks), got "
-            f"{rl.noise_modes}"
-        )
-    dims = list(rl.noise_dims)
-    if len(set(dims)) < len(dims) or not set(dims) <= set(range(width)):
-        raise ConfigError(f"RL.noise_dims must be distinct and within 0..{width - 1}, got {dims}")
-    if rl.logprob_reduction == "mean" and (dims or rl.noise_modes is not None):
-        raise ConfigError(
-            "RL.logprob_reduction: mean counts every action; take sum with RL.noise_modes or "
-            "RL.noise_dims"
-        )
 
 
 def _check_env_side(run: DictConfig, side: str) -> None:
@@ -190,58 +121,6 @@ def _check_renderer() -> None:
         raise ConfigError(str(error)) from error
 
 
-def _check_halves(run: DictConfig) -> None:
-    """Check what the reconstruction reward and the video half need."""
-    rl, env, chunk = run.RL, run.env.train, run.actor.model.num_action_chunks
-    if not rl.train_actions and not rl.video_sft.enabled:
-        raise ConfigError("RL.train_actions: false needs RL.video_sft.enabled: nothing would train")
-    if rl.task_reward_weight == 0 and rl.lambda_rec == 0:
-        raise ConfigError("RL.task_reward_weight = 0 needs RL.lambda_rec > 0: no reward is left")
-    if rl.lambda_step > 0 and rl.lambda_rec == 0:
-        raise ConfigError(
-            f"RL.lambda_step = {rl.lambda_step} needs RL.lambda_rec > 0: with 0 nothing is imagined"
-        )
-    encoder = rl.reconstruction.encoder_path
-    if encoder is not None and not Path(encoder).is_dir():
-        raise ConfigError(f"RL.reconstruction.encoder_path = {encoder!r} is not a folder")
-    if rl.lambda_rec > 0 and env.num_future_frames == 0:
-        raise ConfigError("RL.lambda_rec > 0 needs env.train.num_future_frames of at least 1")
-    if rl.reconstruction.similarity in ("dino", "vjepa") and not rl.reconstruction.encoder_path:
-        raise ConfigError(
-            f"RL.reconstruction.similarity = {rl.reconstruction.similarity} needs the folder of a "
-            "transformers model: set RL.reconstruction.encoder_path"
-        )
-    if rl.reconstruction.placement == "worker":
-        if rl.reconstruction.source != "frozen":
-            raise ConfigError(
-                "RL.reconstruction.placement: worker imagines with the pretrained video expert; "
-                f"source {rl.reconstruction.source!r} needs placement: learner"
-            )
-        world_size(run, "reward")
-    ratio = env.action_video_freq_ratio
-    if rl.video_sft.enabled and (chunk % ratio or env.num_future_frames * ratio < chunk - ratio):
-        raise ConfigError(
-            "RL.video_sft needs pictures at even distances over a whole chunk: "
-            f"actor.model.num_action_chunks = {chunk} must be a multiple of "
-            f"env.train.action_video_freq_ratio = {ratio}, and env.train.num_future_frames at "
-            f"least {chunk // ratio - 1}"
-        )
-
-
-def _check_group(run: DictConfig) -> None:
-    group = run.RL.group_size
-    if group < 2:
-        raise ConfigError(
-            f"RL.group_size must be at least 2, got {group}: an advantage compares an episode "
-            "with others of its group"
-        )
-    for key in ("algorithm.group_size", "env.train.group_size"):
-        if _get(run, key) != group:
-            raise ConfigError(f"{key} = {_get(run, key)} must equal RL.group_size = {group}")
-    if run.algorithm.update_epoch != run.RL.update_epochs:
-        raise ConfigError("algorithm.update_epoch must equal RL.update_epochs; set the latter")
-
-
 def _check_batch(run: DictConfig) -> None:
     micro, total = run.actor.micro_batch_size, run.actor.global_batch_size
     ranks = world_size(run, "actor")
@@ -272,6 +151,13 @@ def _check_batch(run: DictConfig) -> None:
             f"{groups} groups per iteration (env.train.total_num_envs x rollout_epoch / "
             f"RL.group_size) cannot be shared by {ranks} actor ranks from {sources} environment "
             "sources; make one a multiple of the other"
+        )
+    if not run.runner.only_eval and stored < FEW_EPISODES:
+        warnings.warn(
+            f"{stored} episodes in {groups} groups per iteration (env.train.total_num_envs x "
+            "rollout_epoch) are few to learn from: updates are mostly noise, and success tends to "
+            f"fall; take {FEW_EPISODES} or more",
+            stacklevel=2,
         )
 
 

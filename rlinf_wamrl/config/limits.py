@@ -2,7 +2,16 @@
 
 from __future__ import annotations
 
-__all__ = ["CHOICES", "DECAYS", "FIXED", "NOT_NEGATIVE", "POSITIVE"]
+__all__ = [
+    "CHOICES",
+    "DECAYS",
+    "FIXED",
+    "MAX_SEED",
+    "NOT_NEGATIVE",
+    "POSITIVE",
+    "SEEDS",
+    "SIMILARITIES",
+]
 
 POSITIVE = [
     "RL.denoising_steps",
@@ -55,7 +64,6 @@ CHOICES = {
     "RL.weigh_by": ("step", "episode"),
     "RL.degenerate": ("drop", "rec_only", "keep"),
     "RL.reconstruction.source": ("frozen", "live", "rollout"),
-    "RL.reconstruction.similarity": ("pixel_mse", "optical_flow", "dino", "vjepa"),
     "RL.reconstruction.placement": ("learner", "worker"),
     "RL.reconstruction.compare": ("pixels", "vae_roundtrip"),
     "RL.reconstruction.weight": ("uniform", "motion"),
@@ -73,6 +81,8 @@ CHOICES = {
     "env.eval.render_quality": ("stock", "fast", "light"),
 }
 
+SIMILARITIES = ("pixel_mse", "optical_flow", "dino", "vjepa")  # those with a name
+
 NOT_NEGATIVE = [
     "RL.lambda_rec",
     "RL.lambda_step",
@@ -83,10 +93,10 @@ NOT_NEGATIVE = [
     "RL.video_sft.buffer_memory_mib",
     "RL.task_choice.epsilon",
     "RL.task_choice.beta",
-    "actor.seed",
-    "env.train.seed",
-    "env.eval.seed",
 ]
+
+SEEDS = ["actor.seed", "env.train.seed", "env.eval.seed"]
+MAX_SEED = 2**31 - 1  # some generators take no larger ones, and ranks and iterations are added
 
 DECAYS = [  # shares of an old value that is kept
     "RL.video_sft.kl_decay",

@@ -9,8 +9,8 @@ from typing import Any
 from omegaconf import DictConfig
 
 from rlinf_wamrl.config.checkpoints import Checkpoint, resolve_checkpoint
-from rlinf_wamrl.config.checks import world_size
 from rlinf_wamrl.config.errors import ConfigError
+from rlinf_wamrl.config.placement import world_size
 from rlinf_wamrl.wam.checkpoint_files import read_folder_config
 
 __all__ = ["AUTO", "choose_micro_batch"]

@@ -15,7 +15,8 @@ class ReconstructionConfig:
     """Whose imagination: frozen (the pretrained video expert), live (the trained one), or rollout
     (idm mode: the very video the actions were conditioned on)."""
     similarity: str = "pixel_mse"
-    """pixel_mse, optical_flow, dino or vjepa."""
+    """pixel_mse, optical_flow, dino or vjepa; or module:function, a builder of your own (see
+    ``rlinf_wamrl.rl.similarity``)."""
     encoder_path: str | None = None
     """Folder of the transformers model that dino and vjepa compare with."""
     compare: str = "pixels"

@@ -1,13 +1,15 @@
 """How imagined frames are compared with executed ones.
 
 A similarity maps pairs of pictures to an error per place, 0 where they agree; where it counts how
-much is decided apart from it (:func:`motion_weight`). To add one, write a builder and register it.
+much is decided apart from it (:func:`motion_weight`). To add one, write a builder and name it in
+the configuration as ``module:function``, or register it.
 
 Shapes: N pictures of one camera and one frame each, h and w pixels, p and q places.
 """
 
 from __future__ import annotations
 
+import importlib
 import json
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -67,18 +69,29 @@ def build_similarity(
     """Make a registered similarity.
 
     Args:
-        name: ``pixel_mse``, ``optical_flow``, ``dino``, ``vjepa`` or one that was registered.
+        name: ``pixel_mse``, ``optical_flow``, ``dino``, ``vjepa`` or one that was registered;
+            or ``module:function``, a builder to import.
         model_folder: for those with a learned encoder, its folder in transformers' format.
         device: where an encoder runs.
         dtype: of an encoder's weights.
 
     Raises:
-        ValueError: an unknown name, or no folder where one is needed.
+        ValueError: an unknown name, a module without that function, or no folder where one is
+            needed.
         FileNotFoundError: the folder lacks what is needed; nothing is ever downloaded.
     """
-    if name not in SIMILARITIES:
-        raise ValueError(f"unknown similarity {name!r}; known are {', '.join(SIMILARITIES)}")
-    return SIMILARITIES[name](model_folder=model_folder, device=device, dtype=dtype)
+    module, _, function = name.partition(":")
+    if name in SIMILARITIES:
+        builder = SIMILARITIES[name]
+    elif function:
+        builder = getattr(importlib.import_module(module), function, None)
+        if builder is None:
+            raise ValueError(f"the similarity {name!r} does not exist: {module} has no {function}")
+    else:
+        raise ValueError(
+            f"unknown similarity {name!r}; known are {', '.join(SIMILARITIES)}, and module:function"
+        )
+    return builder(model_folder=model_folder, device=device, dtype=dtype)
 
 
 def motion_weight(pairs: FramePairs) -> Tensor:

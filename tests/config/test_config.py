@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from rlinf_wamrl.config import schema, schema_env, schema_rl
-from rlinf_wamrl.config.checks import world_size
 from rlinf_wamrl.config.compose import compose_run, compose_typed, shipped_config
 from rlinf_wamrl.config.errors import ConfigError
+from rlinf_wamrl.config.placement import world_size
 from rlinf_wamrl.pretrain import config as pretrain_config
 
 ABLATIONS = Path(__file__).parents[2] / "configs" / "ablation"
@@ -85,6 +85,11 @@ def test_overrides_reach_every_section_that_shares_a_value():
         ("RL.noise_dims=[7]", r"RL.noise_dims must be distinct and within 0..6, got \[7\]"),
         ("RL.lambda_rec=-1", "RL.lambda_rec must not be negative"),
         ("RL.reconstruction.similarity=dino", "set RL.reconstruction.encoder_path"),
+        (
+            "RL.reconstruction.similarity=ssim",
+            "one of pixel_mse, .*, or module:function, got 'ssim'",
+        ),
+        ("RL.reconstruction.similarity=no.such:f", "there is no module 'no.such' to import"),
         ("env.train.action_video_freq_ratio=3", "RL.video_sft needs pictures at even distances"),
         ("RL.dual_clip=1", "RL.dual_clip must be above 1"),
         ("RL.degenerate=skip", "RL.degenerate must be one of drop, rec_only, keep"),
@@ -104,7 +109,11 @@ def test_overrides_reach_every_section_that_shares_a_value():
         ("runner.weight_sync_interval=3", "val_check_interval = 8 must be a multiple of .* = 3"),
         ("RL.video_sft.lora_alpha=0", "RL.video_sft.lora_alpha must be positive, got 0"),
         ("RL.task_choice.epsilon=-1", "RL.task_choice.epsilon must not be negative, got -1"),
-        ("actor.seed=-1", "actor.seed must not be negative, got -1"),
+        ("actor.seed=-1", "actor.seed must be within 0..2147483647, got -1"),
+        (
+            "env.train.seed=2147483648",
+            "env.train.seed must be within 0..2147483647, got 2147483648",
+        ),
         ("env.eval.video_cfg.fps=-3", "env.eval.video_cfg.fps must be positive, got -3"),
         ("env.train.is_eval=true", "env.train.is_eval must be False"),
         ("env.train.env_type=libero", "env.train.env_type must be 'wamrl_libero'"),
@@ -200,6 +209,18 @@ def test_rollouts_in_bf16_that_run_ahead_are_warned_of():
     overrides = ["rollout.model.precision=bf16", "RL.recompute_logprobs=false"]
     with pytest.warns(UserWarning, match="ratios do not start at 1"):
         compose("algorithm.staleness_threshold=1", *overrides)
+
+
+def test_a_similarity_of_ones_own_is_named_by_where_it_is():
+    run = compose("RL.reconstruction.similarity=json:loads")
+    assert run.RL.reconstruction.similarity == "json:loads"
+
+
+def test_few_episodes_per_iteration_are_warned_of(recwarn):
+    compose("env.train.total_num_envs=32", "env.train.rollout_epoch=2")
+    assert not [w for w in recwarn if "few to learn from" in str(w.message)]
+    with pytest.warns(UserWarning, match="32 episodes in 4 groups per iteration .* take 64 or"):
+        compose("env.train.total_num_envs=32", "env.train.rollout_epoch=1")
 
 
 def test_nothing_to_train_is_refused():

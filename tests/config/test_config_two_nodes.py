@@ -7,7 +7,7 @@ from rlinf.utils.placement import HybridComponentPlacement
 from tiny_run import compose_5b
 
 from rlinf_wamrl.config.checkpoints import resolve_checkpoint
-from rlinf_wamrl.config.checks import world_size
+from rlinf_wamrl.config.placement import world_size
 from rlinf_wamrl.data.traffic import bytes_per_macro_step, crossing_bytes, run_shapes
 
 

@@ -202,6 +202,15 @@ def test_another_similarity_is_one_function_and_one_line(monkeypatch):
     assert build_similarity("largest")(pairs()).shape == (3, 32, 32)
 
 
+def test_another_similarity_may_lie_in_a_module_of_its_own(tmp_path, monkeypatch):
+    text = "def largest(**_):\n    return lambda p: (p.imagined - p.executed).abs().amax(dim=1)\n"
+    (tmp_path / "my_similarities.py").write_text(text)
+    monkeypatch.syspath_prepend(tmp_path)
+    assert build_similarity("my_similarities:largest")(pairs()).shape == (3, 32, 32)
+    with pytest.raises(ValueError, match="my_similarities has no smallest"):
+        build_similarity("my_similarities:smallest")
+
+
 def test_what_is_missing_is_said_in_words(tmp_path):
     with pytest.raises(ValueError, match="known are pixel_mse, optical_flow, dino, vjepa"):
         build_similarity("ssim")
