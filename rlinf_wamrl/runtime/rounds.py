@@ -24,6 +24,7 @@ WAITING = "waiting"
 class Round:
     """One iteration's rollouts, started and perhaps still running."""
 
+    step: int  # by which its messages are known
     env: Any  # handle of what the env workers do
     rollout: Any  # handle of what the rollout workers do
 

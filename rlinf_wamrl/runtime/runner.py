@@ -31,7 +31,12 @@ from rlinf_wamrl.rl.advantage import (
 from rlinf_wamrl.runtime.failures import record_failure
 from rlinf_wamrl.runtime.rlinf_compat import own_actor_channel
 from rlinf_wamrl.runtime.rounds import Round, idle_shares, mean_timers
-from rlinf_wamrl.runtime.summary import iteration_line, summarise_evaluation, training_metrics
+from rlinf_wamrl.runtime.summary import (
+    falling_message,
+    iteration_line,
+    summarise_evaluation,
+    training_metrics,
+)
 
 __all__ = ["NoLearningSignalError", "WAMRunner"]
 
@@ -75,6 +80,7 @@ class WAMRunner(EmbodiedRunner):
         self._eval_episodes = cfg.env.eval.total_num_envs * cfg.env.eval.rollout_epoch
         self._iteration_seconds: list[float] = []
         self._success_average: dict[str, float] = {}
+        self._eval_counts: list[tuple[int, int]] = []  # successes and episodes of each evaluation
         self._ahead: Round | None = None  # rollouts of the next iteration that run already
         self._sent_version = -1  # of the weights that the rollout workers have
         self._timers: Counter[str] = Counter()  # seconds by component/timer, of this iteration
@@ -94,6 +100,7 @@ class WAMRunner(EmbodiedRunner):
             state = json.loads((Path(resume) / "runner.json").read_text())
             self.rollout_index = state["rollout_index"]
             self._success_average = dict(state["success_average"])
+            self._eval_counts = [(good, all_) for good, all_ in state["evaluations"]]
 
     def run(self) -> None:
         """Train until ``runner.max_steps``, or evaluate once."""
@@ -234,7 +241,8 @@ class WAMRunner(EmbodiedRunner):
 
     def _start_rollouts(self) -> Round:
         self._choose_tasks()
-        self.env.set_global_step(self.rollout_index).wait()
+        step = self.rollout_index
+        self.env.set_global_step(step).wait()
         self.rollout_index += 1
         env_handle = self.env.interact(
             input_channel=self.env_channel,
@@ -251,16 +259,21 @@ class WAMRunner(EmbodiedRunner):
             self.reward.compute_rewards(
                 input_channel=self.reward_channel, output_channel=self.env_channel
             )
-        return Round(env_handle, rollout_handle)
+        return Round(step, env_handle, rollout_handle)
 
     def _finish_round(self, current: Round) -> dict[str, float]:
         current.rollout.wait()
         results = current.env.wait()
+        for part in self._left_out(current.step):
+            self.console.line(f"warning: left out of the trajectories of this iteration: {part}")
         self._read_timers("env", self.env)
         self._read_timers("rollout", self.rollout)
         if self.reward is not None:
             self._read_timers("reward", self.reward)
         return self._episode_metrics(results)
+
+    def _left_out(self, step: int) -> list[str]:
+        return ray.get(self._collecting_worker.finish_step.remote(step))
 
     def _read_timers(self, component: str, group: Any) -> None:
         self._timers.update(mean_timers(component, group.pop_execution_times().wait()))
@@ -294,6 +307,10 @@ class WAMRunner(EmbodiedRunner):
             entry = {"iteration": self.global_step, "title": title, **record}
             stream.write(json.dumps(entry) + "\n")
         self.console.line(f"{title}: {text}")
+        self._eval_counts.append((record["successes"], record["episodes"]))
+        fallen = falling_message(self._eval_counts)
+        if fallen:
+            self.console.line(f"warning: {fallen}")
 
     def _report(self, metrics: dict[str, float]) -> None:
         seconds = self._iteration_seconds[-1]
@@ -329,6 +346,7 @@ class WAMRunner(EmbodiedRunner):
             state = {
                 "rollout_index": self.rollout_index,
                 "success_average": self._success_average,
+                "evaluations": self._eval_counts,
             }
             (partial / "runner.json").write_text(json.dumps(state))
         self.console.line(f"checkpoint {folder}")
@@ -359,6 +377,10 @@ class WAMRunner(EmbodiedRunner):
             thread.join()
             self.console.done()
 
+    @property
+    def _collecting_worker(self) -> Any:
+        return self.actor_channel._main_channel_worker_actor
+
     def _rollout_progress(self) -> str:
         return self._progress(self._episodes)
 
@@ -366,9 +388,9 @@ class WAMRunner(EmbodiedRunner):
         return self._progress(self._eval_episodes)
 
     def _progress(self, total: int) -> str:
-        worker = self.actor_channel._main_channel_worker_actor
+        asked = self._collecting_worker.progress.remote()
         try:
-            episodes, successes = ray.get(worker.progress.remote(), timeout=2.0)
+            episodes, successes = ray.get(asked, timeout=2.0)
         except ray.exceptions.RayTaskError as error:  # consumers would wait for ever
             record_failure("trajectory channel", "put", error)
             return ""

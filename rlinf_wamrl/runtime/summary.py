@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from rlinf_wamrl.report.console import rate_text
+from rlinf_wamrl.report.console import rate_text, wilson_interval
 
-__all__ = ["iteration_line", "summarise_evaluation", "training_metrics"]
+__all__ = ["falling_message", "iteration_line", "summarise_evaluation", "training_metrics"]
 
 _SUMMARY = (
     ("first ratio", "train/actor/first_ratio", ".6f"),
@@ -73,6 +73,32 @@ def summarise_evaluation(
         "per_task": {str(task): [sum(mine), len(mine)] for task, mine in sorted(per_task.items())},
     }
     return metrics, record, "; ".join(texts)
+
+
+def falling_message(evaluations: Sequence[tuple[int, int]]) -> str | None:
+    """Say that success on the evaluation states falls, and what to do; None while it does not.
+
+    It does when it fell twice in a row, or when the newest 95 % interval lies below that of the
+    best evaluation.
+
+    Args:
+        evaluations: successes and episodes of each evaluation so far.
+    """
+    if len(evaluations) < 2:
+        return None
+    rates = [successes / episodes for successes, episodes in evaluations]
+    best = max(range(len(rates)), key=rates.__getitem__)
+    twice = len(rates) > 2 and rates[-3] > rates[-2] > rates[-1]
+    lost = wilson_interval(*evaluations[-1])[1] < wilson_interval(*evaluations[best])[0]
+    if not (twice or lost):
+        return None
+    course = " -> ".join(
+        f"{rate:.0%}" for rate in (rates[-3:] if twice else (rates[best], rates[-1]))
+    )
+    return (
+        f"success on the evaluation states falls ({course}): lower RL.action_lr, collect more "
+        "episodes per iteration (env.train.rollout_epoch), or go back to an earlier checkpoint"
+    )
 
 
 def training_metrics(results: Sequence[Mapping[str, float]]) -> dict[str, float]:

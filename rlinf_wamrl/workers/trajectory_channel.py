@@ -60,9 +60,14 @@ class CollectingChannelWorker(ChannelWorker):
         episodes = sum(counts[0] for counts in self._progress.values())
         return episodes, sum(counts[1] for counts in self._progress.values())
 
-    def unjoined(self) -> list[str]:
-        """Describe the parts that wait for their other half."""
-        return [str(part) for part in self._collector.unjoined()]
+    def finish_step(self, step_id: int) -> list[str]:
+        """Drop what was put for a step that is over and joined nothing; returns it in words.
+
+        RLinf's own collector, where it has one, keeps no account of that.
+        """
+        if not hasattr(self._collector, "finish_step"):
+            return []
+        return [f"{part.key}: {part.reason}" for part in self._collector.finish_step(step_id)]
 
 
 def create_trajectory_channel(name: str, cfg: DictConfig) -> Channel:

@@ -43,6 +43,10 @@ SHORT = [
     "rollout.num_threads=1",
 ]
 
+# Processors exist whose matrix products round a row otherwise in a batch of another size. Weights
+# older by one update of this run change log-probs by 0.06 (root of twice its KL).
+ROUNDING = 1e-4
+
 
 def command(folder, *overrides):
     return [
@@ -81,17 +85,17 @@ def test_the_first_ratio_is_exactly_one_and_nothing_drifts(short_run):
     folder, output = short_run
     first, second = iterations(folder)
     assert first["train/actor/first_ratio"] == second["train/actor/first_ratio"] == 1.0
-    assert first["train/actor/logprob_drift_max"] == 0.0
+    assert first["train/actor/logprob_drift_max"] < ROUNDING
     assert "first ratio 1.000000" in output
 
 
 def test_ppo_changes_the_weights_and_the_rollout_worker_follows(short_run):
-    """Drift 0 in iteration 2 means its actions came from the weights the learner had by then."""
+    """No drift in iteration 2: its actions came from the weights the learner had by then."""
     folder, _ = short_run
     one, two = weights(folder, 1), weights(folder, 2)
     assert one.keys() == two.keys()
     assert any(not torch.equal(one[name], two[name]) for name in one)
-    assert iterations(folder)[1]["train/actor/logprob_drift_max"] == 0.0
+    assert iterations(folder)[1]["train/actor/logprob_drift_max"] < ROUNDING
 
 
 PARTS = (".lora_", "mixtures.action.", "proprio_encoder.")

@@ -142,7 +142,8 @@ def asynchronous(threshold, steps=3, save_interval=-1):
     made.max_steps, made.global_step, made.weight_sync_interval = steps, 0, 1
     made.rollout_index, made._ahead, made._sent_version = 0, None, -1
     made.seconds, made._timers = Counter(), Counter()
-    made.console = SimpleNamespace(line=lambda _: None, phase=lambda _: None, done=lambda: None)
+    made.console = SimpleNamespace(line=lines.append, phase=lambda _: None, done=lambda: None)
+    made._left_out = lambda step: [f"a part of step {step}"]
     made.env = Recorder("env", calls, {"interact": results([0, 0], [1, 0])})
     made.rollout, made.reward = Recorder("rollout", calls, {}), None
     made.env_channel = made.rollout_channel = made.reward_channel = made.actor_channel = None
@@ -165,6 +166,14 @@ PLAIN = ["weights", "env.interact", "actor.run_training"]
 def test_collecting_and_learning_take_turns_without_staleness():
     made, calls = asynchronous(0)
     assert calls == 3 * PLAIN and made.rollout_index == 3
+
+
+def test_parts_that_joined_nothing_are_reported_in_their_own_iteration():
+    lines.clear()
+    asynchronous(1)
+    assert [line.split("iteration: ")[1] for line in lines] == [
+        f"a part of step {step}" for step in range(3)
+    ]
 
 
 def test_with_staleness_the_next_round_starts_before_the_update_and_no_round_is_wasted():
