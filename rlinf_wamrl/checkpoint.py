@@ -1,8 +1,9 @@
 """The learner's part of a checkpoint: all that training changes, never the frozen base.
 
 ``<run folder>/checkpoints/global_step_N/actor/learner.pt`` holds ``step``, ``model`` (trained
-weights by name), ``optimizers``, ``lr_scheduler`` and the reward's ``normaliser``;
-``learner_rank_R.pt`` the success buffer's index and the feature statistics of a rank.
+weights by name), ``optimizers``, ``lr_scheduler`` and, of the reward's ``imagination``, the
+normaliser and the fixed batch; ``learner_rank_R.pt`` the success buffer's index and the feature
+statistics of a rank.
 """
 
 from __future__ import annotations

@@ -20,6 +20,7 @@ __all__ = [
     "degenerate_groups",
     "episode_returns",
     "group_advantages",
+    "reconstruction_share",
     "step_advantages",
     "task_sampling_weights",
     "update_success_average",
@@ -139,6 +140,30 @@ def group_advantages(
         group_mean=mean.squeeze(1),
         group_std=std.squeeze(1),
     )
+
+
+def reconstruction_share(returns: Tensor, task_return: Tensor, group_size: int) -> float:
+    """Return how much of what the advantages compare is not the task's.
+
+    ``Σ (ΔR − Δtask)² / Σ [(ΔR − Δtask)² + Δtask²]``, Δ the difference to the group's mean, summed
+    over groups that are not degenerate.
+
+    Args:
+        returns: [B] episode returns R.
+        task_return: [B] task part of them.
+        group_size: episodes per group, at least 2.
+
+    Returns:
+        Share in [0,1]; 0 where every group is degenerate.
+    """
+    used = ~degenerate_groups(task_return, group_size)
+
+    def spread(value: Tensor) -> Tensor:
+        grouped = value.float().view(-1, group_size)[used]
+        return (grouped - grouped.mean(dim=1, keepdim=True)).square().sum()
+
+    dense, task = spread(returns - task_return), spread(task_return)
+    return float(dense / (dense + task).clamp(min=torch.finfo(torch.float32).tiny))
 
 
 def step_advantages(

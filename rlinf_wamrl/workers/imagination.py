@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
+import torch
 from omegaconf import DictConfig
 from torch import Tensor
 
@@ -20,6 +22,12 @@ __all__ = ["ImaginationReward", "chunk_records", "model_frames"]
 
 PICTURES = 8
 """Macro-steps whose imagined frames are kept for the run folder."""
+
+FIXED_BATCH = 16
+"""Macro-steps of the first iteration that are imagined again in every iteration."""
+
+IMAGINED_FROM = ("image", "proprio", "instruction", "executed_mask", "episode_id", "elapsed_steps")
+"""What an imagination needs of a record."""
 
 
 class ImaginationReward:
@@ -51,6 +59,8 @@ class ImaginationReward:
         )
         self.normaliser = RunningNormaliser()
         self.last: ReconstructionReward | None = None
+        self._fixed_batch: dict[str, dict[str, Tensor]] | None = None
+        self._watches_imagination = rl.video_sft.enabled
 
     def frames(self, captured: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Keep ``future_frames`` and ``future_frames_mask`` where the model imagines a frame."""
@@ -76,8 +86,10 @@ class ImaginationReward:
             gather: returns a vector of every rank, in the order of ranks.
 
         Returns:
-            Metrics: mean raw reward, also of macro-steps of successes and of failures apart.
+            Metrics: mean raw reward, also of macro-steps of successes and of failures apart; where
+            the video expert trains and rewards are made here, the mean reward of a fixed batch.
         """
+        metrics: dict[str, float] = {}
         rows = flatten_time(batch)
         records, frames = rows["forward_inputs"], self.frames(rows["next_obs"])
         if "reconstruction_raw" in rows["next_obs"]:
@@ -97,6 +109,8 @@ class ImaginationReward:
                 keep_imagined=PICTURES,
             )
             reward, mask = self.last.reward, self.last.mask
+            if self._watches_imagination:
+                metrics = self._score_fixed_batch(forward, records, frames, gather)
         piece = Moments.of(reward[mask])
         self.normaliser.update([piece.with_vector(vector) for vector in gather(piece.to_vector())])
         shape = batch["prev_logprobs"].shape[:2]
@@ -104,6 +118,7 @@ class ImaginationReward:
         batch["reconstruction_mask"] = mask.view(shape)
         succeeded = (task_rewards(batch).sum(dim=(0, 2)) > 0).expand(shape).flatten()
         return {
+            **metrics,
             "reward/reconstruction": _mean(reward, mask),
             "reward/reconstruction_success": _mean(reward, mask & succeeded),
             "reward/reconstruction_failure": _mean(reward, mask & ~succeeded),
@@ -111,13 +126,44 @@ class ImaginationReward:
             "reward/normaliser_std": self.normaliser.std,
         }
 
+    def _score_fixed_batch(
+        self,
+        forward: Callable[..., ReconstructionReward],
+        records: Mapping[str, Tensor],
+        frames: Mapping[str, Tensor],
+        gather: Callable[[Tensor], list[Tensor]],
+    ) -> dict[str, float]:
+        """Return the mean reward of the same macro-steps in every iteration, frozen and live.
+
+        The mean over an iteration moves with what the policy does; this one moves only with what
+        the video expert imagines. The frozen one does not move: it is what to compare with.
+        """
+        if self._fixed_batch is None:
+            self._fixed_batch = {
+                "records": {name: records[name][:FIXED_BATCH].clone() for name in IMAGINED_FROM},
+                "frames": {name: value[:FIXED_BATCH].clone() for name, value in frames.items()},
+            }
+        metrics = {}
+        for source in ("frozen", "live"):
+            result = forward(
+                forward_type="imagination_rewards",
+                **self._fixed_batch,
+                settings=replace(self.settings, source=source),
+                similarity=self.similarity,
+            )
+            mean = torch.tensor([_mean(result.reward, result.mask)])
+            # of the first rank alone, whose batch is the one that a checkpoint keeps
+            metrics[f"reward/fixed_batch_{source}"] = float(gather(mean)[0])
+        return metrics
+
     def state_dict(self) -> dict[str, Any]:
-        """Return the normaliser's state."""
-        return self.normaliser.state_dict()
+        """Return the normaliser's state and the fixed batch."""
+        return {"normaliser": self.normaliser.state_dict(), "fixed_batch": self._fixed_batch}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue with a saved normaliser."""
-        self.normaliser.load_state_dict(state)
+        """Continue with what :meth:`state_dict` returned."""
+        self.normaliser.load_state_dict(state["normaliser"])
+        self._fixed_batch = state["fixed_batch"]
 
 
 def chunk_records(

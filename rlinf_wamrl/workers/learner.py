@@ -20,7 +20,9 @@ from rlinf.utils.utils import unpack_batch
 from torch import Tensor
 
 from rlinf_wamrl.data.interface import Trajectory, merge_batch_values
+from rlinf_wamrl.data.macro_step import MacroStep
 from rlinf_wamrl.report.pictures import save_imagination
+from rlinf_wamrl.rl.advantage import episode_returns, reconstruction_share
 from rlinf_wamrl.workers.batches import (
     counting_rows,
     drift_message,
@@ -69,8 +71,18 @@ class WAMLearner(TwoHalvesActor):
         return counting_rows(rows)
 
     def _judge(self, batch: dict[str, Any]) -> dict[str, float]:
-        """Imagine, keep successes, and turn outcomes into advantages; returns metrics."""
+        """Imagine, keep successes, and turn outcomes into advantages; returns metrics.
+
+        Raises:
+            ValueError: a recorded field of another shape or dtype than this run's macro-steps have.
+        """
         rl, metrics = self.cfg.RL, {}
+        MacroStep.from_record(
+            batch["forward_inputs"],
+            rewards=batch["rewards"],
+            dones=batch["dones"][1:],  # the first says how things stood before the first chunk
+            spec=self.record_spec,
+        )
         if self.imagination is not None:
             self.model.eval()
             metrics.update(self.imagination.score(self._forward, batch, self._gathered))
@@ -99,6 +111,13 @@ class WAMLearner(TwoHalvesActor):
             weigh_by=rl.weigh_by,
         )
         batch.update(advantages)
+        if self.imagination is not None:
+            task = task_rewards(batch).sum(dim=-1) * rl.task_reward_weight
+            exists = batch["reconstruction_mask"] & batch["loss_mask"].flatten(2).any(dim=2)
+            returns = episode_returns(task, batch["reconstruction_reward"], exists, rl.lambda_rec)
+            metrics["reward/reconstruction_share"] = reconstruction_share(
+                returns, task.sum(dim=0), rl.group_size
+            )
         return metrics
 
     @Worker.timer("run_training")

@@ -13,6 +13,8 @@ from rlinf.workers.actor.fsdp_actor_worker import EmbodiedFSDPActor
 from torch import Tensor
 
 from rlinf_wamrl.checkpoint import read_learner, write_learner
+from rlinf_wamrl.data.macro_step import RecordSpec
+from rlinf_wamrl.data.traffic import run_shapes
 from rlinf_wamrl.files import atomic_path
 from rlinf_wamrl.wam.lora import trainable_set
 from rlinf_wamrl.workers.gradients import clip_gradients
@@ -38,12 +40,30 @@ class TwoHalvesActor(EmbodiedFSDPActor):
             self._strategy.wrap_model = lambda model, device_mesh: model.to(self.device)
         super().setup_model_and_optimizer()
         self.param_names_need_sync = self._trained_names
+        self.record_spec = self._record_spec()
         rl, folder = self.cfg.RL, Path(self.cfg.runner.logger.log_path)
         self.imagination = self.video = None
         if rl.lambda_rec > 0:
             self.imagination = ImaginationReward(self.cfg, self.policy_config, self.device)
         if rl.video_sft.enabled:
             self.video = VideoHalf(self.cfg, folder / "success_buffer", self._rank)
+
+    def _record_spec(self) -> RecordSpec:
+        """Return the sizes of this run's macro-steps."""
+        size = self._processor.config
+        picture = (size.image_height, 2 * size.image_width)
+        shapes = run_shapes(self.cfg, self.policy_config, picture)
+        return RecordSpec(
+            image_size=shapes.picture,
+            proprio_dim=self._processor.proprio_normaliser.width,
+            denoising_steps=shapes.denoising_steps,
+            action_horizon=shapes.horizon,
+            action_dim=shapes.action_dim,
+            executed_actions=shapes.executed,
+            stochastic_steps=shapes.stochastic_steps,
+            future_frames=shapes.frames,
+            video_latents_shape=shapes.latents,
+        )
 
     def model_provider_func(self) -> torch.nn.Module:
         """Build the policy, and remember its sizes.
@@ -59,6 +79,7 @@ class TwoHalvesActor(EmbodiedFSDPActor):
         # FSDP1 puts a prefix before the names
         self._trained_names = [n for n, p in policy.named_parameters() if p.requires_grad]
         self.policy_config = policy.wam.config
+        self._processor = policy.processor
         self.logger_lines = str(trainable_set(policy.wam, policy.trained_parts, root=policy))
         return policy
 
@@ -158,7 +179,7 @@ class TwoHalvesActor(EmbodiedFSDPActor):
             state.update(
                 step=step,
                 lr_scheduler=self.lr_scheduler.state_dict() if self.lr_scheduler else None,
-                normaliser=self.imagination.state_dict() if self.imagination else None,
+                imagination=self.imagination.state_dict() if self.imagination else None,
             )
             write_learner(save_path, state)
         if self.video is not None:
@@ -173,7 +194,7 @@ class TwoHalvesActor(EmbodiedFSDPActor):
         if self.lr_scheduler is not None:
             self.lr_scheduler.load_state_dict(state["lr_scheduler"])
         if self.imagination is not None:
-            self.imagination.load_state_dict(state["normaliser"])
+            self.imagination.load_state_dict(state["imagination"])
         if self.video is not None:
             # run folder / checkpoints / global_step_N / actor
             source = Path(load_path).parents[2] / "success_buffer"

@@ -6,6 +6,7 @@ import torch
 from rlinf_wamrl.rl.advantage import (
     episode_returns,
     group_advantages,
+    reconstruction_share,
     step_advantages,
     task_sampling_weights,
     update_success_average,
@@ -134,3 +135,12 @@ def test_episodes_of_any_length_weigh_alike_and_a_group_sums_to_zero_over_its_ma
     same = torch.ones(6, 4, dtype=torch.bool)
     steps = step_advantages(advantage, same, 4)
     torch.testing.assert_close(weigh_episodes_alike(steps, same), steps)
+
+
+def test_the_share_of_the_reconstruction_is_of_the_variance_within_groups_that_teach():
+    task = torch.tensor([1.0, 0.0, 0.0, 0.0])
+    dense = torch.tensor([0.3, -0.1, 5.0, 9.0])  # the second group is degenerate
+    expected = 0.2**2 / (0.2**2 + 0.5**2)
+    assert reconstruction_share(task + dense, task, 2) == pytest.approx(expected)
+    assert reconstruction_share(task, task, 2) == 0.0
+    assert reconstruction_share(dense, torch.zeros(4), 2) == 0.0

@@ -44,6 +44,8 @@ def rollout():
             "task_id": torch.full((T, B), 5),
             "seed": torch.full((T, B), 6),
             "init_state_id": torch.full((T, B), 7),
+            "episode_id": torch.arange(B).expand(T, B),
+            "elapsed_steps": start,
         },
         "next_obs": {
             "future_frames": picture(later),
@@ -149,7 +151,7 @@ def test_the_buffer_comes_back_from_a_checkpoint_also_in_another_run(tmp_path, r
     assert len(again.buffer) == 1 and again.statistics is None
 
 
-def imagination(captured_ratio=STRIDE):
+def imagination(captured_ratio=STRIDE, watches_imagination=False):
     reconstruction = {
         "source": "frozen",
         "similarity": "pixel_mse",
@@ -159,6 +161,7 @@ def imagination(captured_ratio=STRIDE):
         "max_batch": 4,
     }
     rl = {"reconstruction": reconstruction, "imagination_steps": 5, "sigma_shift": None}
+    rl["video_sft"] = {"enabled": watches_imagination}
     env = {"train": {"action_video_freq_ratio": captured_ratio}}
     model = SimpleNamespace(actions_per_frame=4)
     return ImaginationReward(OmegaConf.create({"RL": rl, "env": env}), model, "cpu")
@@ -225,3 +228,28 @@ def test_rewards_see_only_the_frames_that_are_imagined():
     captured = batch["next_obs"]["future_frames"].flatten(0, 1)
     assert torch.equal(given["frames"]["future_frames"], captured[:, 1::2])
     assert given["settings"].action_video_freq_ratio == STRIDE
+
+
+def test_the_same_macro_steps_are_imagined_in_every_iteration_also_of_a_resumed_run():
+    scorer, seen = imagination(watches_imagination=True), []
+
+    def forward(*, records, settings, **_):
+        seen.append((settings.source, records["image"]))
+        reward = -records["image"].float().mean(dim=(1, 2, 3)) * len(seen)
+        return fake_forward(reward, torch.ones_like(reward, dtype=torch.bool))()
+
+    def gather(vector):
+        return [vector, vector + 1.0]
+
+    first, later = rollout(), rollout()
+    later["forward_inputs"]["image"] = later["forward_inputs"]["image"] + 1
+    metrics = scorer.score(forward, first, gather)
+    resumed = imagination(watches_imagination=True)
+    resumed.load_state_dict(scorer.state_dict())
+    resumed.score(forward, later, gather)
+    assert [source for source, _ in seen] == ["frozen", "frozen", "live"] * 2
+    image = first["forward_inputs"]["image"].flatten(0, 1)
+    assert all(torch.equal(seen[index][1], image) for index in (1, 2, 4, 5))
+    mean = image.float().mean().item()
+    assert metrics["reward/fixed_batch_frozen"] == pytest.approx(-2 * mean)
+    assert metrics["reward/fixed_batch_live"] == pytest.approx(-3 * mean)
